@@ -156,8 +156,14 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
     Inside of a trace, such as an objective, it is called in `with jax.ensure_compile_time_eval():`.
 
     Raises:
-      UserError: There are no weights, or they do not fit the configuration.
+      UserError: There are no weights, or they do not fit the configuration, or it is called inside
+        of a trace without that.
     """
+    if not str(path or "").strip():
+        raise UserError(
+            f"path={path!r} names no weights. Give a run folder, a checkpoint of one, or "
+            '"hf:FOLDER" for a Hugging Face folder.'
+        )
     from MaxText.config import values
     from MaxText.inference import checkpoint_config
     from MaxText.inference.trained_model import load_model
@@ -396,9 +402,12 @@ class Run:
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:
-        from MaxText.evaluation.validation import make_eval_step
+        from MaxText.evaluation.validation import make_eval_step, with_frozen
+        from MaxText.training.model_objective import read_frozen_params
 
-        return self.trained.sharding.jit(make_eval_step(self.trained.model))
+        sharding = self.trained.sharding
+        frozen = read_frozen_params(self.trained.model.config, sharding)
+        return with_frozen(sharding.jit(make_eval_step(self.trained.model)), frozen)
 
 
 __all__ = [

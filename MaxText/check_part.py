@@ -4,8 +4,9 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -21,6 +22,9 @@ from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import NoOptions, read_options
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
+
+if TYPE_CHECKING:
+    from MaxText.conformance.checks import Check
 
 USAGE = """
 usage: check_part.py MODULE[:CLASS] [key=value ...]
@@ -97,7 +101,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
     if part.kind == "data_source":
         return _check_source(part, keys)
-    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
     part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
@@ -110,40 +114,43 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     part_under_test = Subject(make_config, decodes=decodes)
-    has_failed = False
-    is_optimizer = part.kind == "optimizer"
-    checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
-    for check in checks:
-        failure = find_problem(check, part_under_test)
-        if check.name == "decode state" and not decodes:
-            result = "not supported: no prefill and decode_step, so decode.py rejects it"
-        else:
-            result = "ok" if failure is None else f"FAILED: {failure}"
-        print(f"  {check.name:<16}{result}")
-        if failure is not None:
-            print(f"{'':18}{check.remedy}")
-            has_failed = True
-    return has_failed
+    checks = OPTIMIZER_CHECKS if part.kind == "optimizer" else CHECKS
+    return _run_checks(part, checks, part_under_test, decodes=decodes)
 
 
 def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check of a data source; returns whether one failed."""
-    from MaxText.conformance.checks import SOURCE_CHECKS, find_problem
+    from MaxText.conformance.checks import SOURCE_CHECKS
     from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
 
     with contextlib.redirect_stderr(io.StringIO()):
         source_keys: dict[str, Any] = SOURCE_KEYS | {"dataset_type": part.name} | keys
         config = load_config(**source_keys)
     print(f"{part.kind} {part.name} ({part.location})")
-    subject = SourceSubject(config)
-    has_failed = False
-    for check in SOURCE_CHECKS:
-        failure = find_problem(check, subject)
-        print(f"  {check.name:<16}{'ok' if failure is None else f'FAILED: {failure}'}")
-        if failure is not None:
-            print(f"{'':18}{check.remedy}")
-            has_failed = True
-    return has_failed
+    return _run_checks(part, SOURCE_CHECKS, SourceSubject(config))
+
+
+def _run_checks(
+    part: registry.Registration, checks: Sequence["Check"], subject: Any, *, decodes: bool = True
+) -> bool:
+    """Prints the result of each check of a part; returns whether one failed."""
+    from MaxText.conformance.checks import Problem, find_problem
+
+    file, _, _ = part.location.rpartition(":")
+    first_check: dict[Problem, str] = {}  # that has found a problem
+    for check in checks:
+        problem = find_problem(check, subject, file)
+        if check.name == "decode state" and not decodes:
+            result = "not supported: no prefill and decode_step, so decode.py rejects it"
+        elif problem is None:
+            result = "ok"
+        elif problem in first_check:
+            result = f"FAILED: as {first_check[problem]}"
+        else:
+            result = f"FAILED: {problem.description}\n{'':18}{problem.remedy}"
+            first_check[problem] = check.name
+        print(f"  {check.name:<16}{result}")
+    return bool(first_check)
 
 
 if __name__ == "__main__":

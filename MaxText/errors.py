@@ -37,6 +37,19 @@ def first_line(error: BaseException, default: str = "") -> str:
     return (str(error).strip() or default or type(error).__name__).splitlines()[0]
 
 
+def raising_line(error: BaseException, file: str = "") -> str:
+    """Returns the innermost line that led to an error, as "parts.py:12".
+
+    Args:
+      error: One that was raised.
+      file: Path of a source file, such as the user's. If it took part, the line is one of it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    frames_of_file = [frame for frame in frames if frame.filename == file]
+    frame = (frames_of_file or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
 def storage_failure(error: BaseException) -> str | None:
     """Returns one line about the failed file operation behind an error; None for other errors.
 

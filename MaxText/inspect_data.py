@@ -13,8 +13,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.keys import Count, Natural
 from MaxText.config.loading import Source
-from MaxText.config.program_options import integer_option
+from MaxText.config.program_options import option
 from MaxText.config.sources import ARGUMENT, YAML_PATH
 
 USAGE = """
@@ -34,17 +35,15 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
 class InspectOptions:
     """Options of inspect_data.py."""
 
-    step: int | None = integer_option(
+    step: Natural | None = option(
         None,
         "Show only the batch of this step (from 0), read exactly as train.py does.",
-        minimum=0,
         metavar="STEP",
     )
-    num_devices: int = integer_option(1, "Devices that share the batch.", minimum=1)
-    sample: int = integer_option(
+    num_devices: Count = option(1, "Devices that share the batch.", metavar="NUMBER")
+    sample: Count = option(
         200_000_000,
         "Tokens to read at most; what is more is sampled evenly.",
-        minimum=1,
         metavar="TOKENS",
     )
 

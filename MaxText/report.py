@@ -14,8 +14,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.keys import Count
 from MaxText.config.problems import ConfigIssue
-from MaxText.config.program_options import integer_option, option, read_options
+from MaxText.config.program_options import option, read_options
 from MaxText.errors import UserError
 
 
@@ -51,10 +52,9 @@ class ReportOptions:
         accepts="a folder",
         metavar="DIR",
     )
-    watch: int | None = integer_option(
+    watch: Count | None = option(
         None,
         "Rewrite the report periodically until all runs have ended; Ctrl-C stops it.",
-        minimum=1,
         metavar="SECONDS",
     )
     group_by: str = option(

@@ -164,6 +164,27 @@ def test_a_folder_that_is_no_run(tmp_path):
         mt.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("path", ["", " ", None])
+def test_a_path_of_nothing_names_the_argument(path):
+    with pytest.raises(mt.UserError, match=rf"^path={path!r} names no weights\. Give a run folder"):
+        mt.load(path)
+
+
+def test_weights_in_a_trace(trained):
+    """As a distillation loss reads its teacher."""
+    total = sum(x.sum() for x in jax.tree.leaves(mt.load(trained[1]).params))
+
+    @jax.jit
+    def scaled(x):
+        with jax.ensure_compile_time_eval():
+            params = mt.load(trained[1]).params
+        return x * sum(leaf.sum() for leaf in jax.tree.leaves(params))
+
+    np.testing.assert_allclose(scaled(2.0), 2 * total, rtol=1e-5)
+    with pytest.raises(mt.UserError, match=r"inside of a JAX trace.*ensure_compile_time_eval"):
+        jax.jit(lambda x: x * mt.load(trained[1]).loss([]))(2.0)
+
+
 def test_intermediate_values(run):
     ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     paths = ["layers/*/self_attention/probabilities", "layers/1/mlp/mlpwo", "layers/*/output"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from MaxText.config.schema import SCHEMA_VERSION
+from MaxText.config.schema import SCHEMA_VERSION, dotted
 from MaxText.errors import UserError
 from MaxText.storage.errors import ObjectStoreError, is_storage_error
 from MaxText.storage.paths import (
@@ -100,6 +100,8 @@ class StoredCheckpoint:
                 f"{self} was written by a newer version of this program (schema {version}, this "
                 f"one reads up to {SCHEMA_VERSION}). Update the program."
             )
+        if isinstance(values.get("config"), dict):
+            values["config"] = dotted(values["config"])
         return CheckpointMetadata(
             values=values,
             checksums=integrity["arrays"],

@@ -27,7 +27,7 @@ from MaxText.checkpointing.compatibility import (
     array_specs,
     leaf_path,
 )
-from MaxText.config.training_sections import CheckpointStorage
+from MaxText.config.training_sections import CheckpointStorageConfig
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 from MaxText.storage.retry import call_with_retries
@@ -60,7 +60,7 @@ class CheckpointReader:
     config_flat: Mapping[str, Any]  # the current configuration by key, to explain a mismatch
     log: Callable[[str], None]
     is_same_run: bool = False  # whether the checkpoint is one of the run that restores it
-    storage: CheckpointStorage = dataclasses.field(default_factory=CheckpointStorage)
+    storage: CheckpointStorageConfig = dataclasses.field(default_factory=CheckpointStorageConfig)
 
     def restore_state(self, abstract_state: Any) -> Any:
         """Restores a train state.

@@ -8,7 +8,7 @@ be broken before any metric shows it.
 knows about a state (`HealthEvidence`) and is asked
 
   - about each saved checkpoint when it is saved and after every later step, until it is healthy;
-  - about the newest state, before it is copied to memory as a target of rollbacks (before the
+  - about the newest state, before it is copied to memory as a target of rollbacks (after the
     evaluation of the same step, if there is one);
   - about the final state, when a run ends on purpose.
 """
@@ -24,6 +24,8 @@ from etils import epath
 from MaxText.checkpointing.history import read_run_file
 from MaxText.storage.atomic import write_json_with_digest
 
+_MAX_EVALUATIONS = 1_000  # that are remembered; each checkpoint stores them, in some 20 KB
+
 
 @dataclasses.dataclass(frozen=True)
 class HealthEvidence:
@@ -37,11 +39,12 @@ class HealthEvidence:
         last steps up to it, math.inf if no step of the run was ever skipped.
       problems: What speaks against the state besides skipped steps, in words: a rollback that is
         due, a diverged loss. Known for the newest state only; empty for checkpoints.
-      validation_losses: Validation loss after each evaluated step, also of steps after the state.
-        Checkpoints do not store them: those of earlier starts are missing, as are those that a
-        rollback undid. An evaluated step rarely has a checkpoint: with periods of 100, evaluations
-        follow steps 99, 199, and checkpoints 100, 200. The unit is that of the objective, as in
-        `eval/avg_loss`; a loss may be NaN. The rule does not depend on it.
+      validation_losses: Validation loss after each evaluated step, also of steps after the state
+        and of earlier starts of the run; only those that a rollback undid are missing, and all but
+        the newest 1,000. An evaluated step rarely has a checkpoint: with periods of 100,
+        evaluations follow steps 99, 199, and checkpoints 100, 200. The unit is that of the
+        objective, as in `eval/avg_loss`; NaN if the loss was not finite. The rule does not depend
+        on it.
     """
 
     step: int
@@ -78,9 +81,11 @@ class HealthyCheckpoints:
         """Returns whether a state is healthy: the only definition in the program.
 
         It is if nothing speaks against it and `healthy_after_steps` steps in a row were accepted.
-        So a checkpoint that stays on disk becomes healthy some day. A rule that refuses some for
-        good has to change `steps_to_preserve` as well, or retention keeps one of them in place of
-        each later one.
+
+        Retention asks about candidates, too, with `num_accepted` infinite: whether one becomes
+        healthy if all steps from now on are accepted. It protects the first one that does. So a
+        rule may refuse a state for good, for its validation loss for example. One that waits for
+        an evaluation after the state must not refuse it before.
         """
         return not evidence.problems and evidence.num_accepted >= self._healthy_after_steps
 
@@ -90,10 +95,28 @@ class HealthyCheckpoints:
         Args:
           problems: See `HealthEvidence`.
         """
-        num_accepted = math.inf
-        if self._last_skipped >= 0:
-            num_accepted = self._newest_step - self._last_skipped
-        return self.is_healthy(self._evidence(self._newest_step, num_accepted, problems))
+        return self.is_healthy(
+            self._evidence(self._newest_step, self._accepted_up_to_newest, problems)
+        )
+
+    def why_newest_is_not_healthy(self, problems: Sequence[str] = ()) -> str:
+        """Returns why the newest state of the run is not healthy, for a message; "" if it is."""
+        if self.is_newest_healthy(problems):
+            return ""
+        if problems:
+            return "; ".join(problems)
+        if self._accepted_up_to_newest < self._healthy_after_steps:
+            return (
+                f"{self._accepted_up_to_newest} steps were accepted since step "
+                f"{self._last_skipped} was skipped, fewer than "
+                f"healthy_after_steps={self._healthy_after_steps}"
+            )
+        return "the rule for healthy checkpoints refuses it"
+
+    @property
+    def _accepted_up_to_newest(self) -> float:
+        """Accepted steps in a row up to the newest one; math.inf if none was ever skipped."""
+        return self._newest_step - self._last_skipped if self._last_skipped >= 0 else math.inf
 
     def _evidence(
         self, step: int, num_accepted: float, problems: Sequence[str] = ()
@@ -137,7 +160,23 @@ class HealthyCheckpoints:
 
     def observe_evaluation(self, step: int, validation_loss: float) -> None:
         """Observes the validation loss of the state after `step`."""
-        self._validation_losses[step] = validation_loss
+        is_finite = math.isfinite(validation_loss)  # JSON has one word for all others
+        self._validation_losses[step] = validation_loss if is_finite else math.nan
+        while len(self._validation_losses) > _MAX_EVALUATIONS:
+            del self._validation_losses[min(self._validation_losses)]
+
+    @property
+    def evaluations(self) -> list[tuple[int, float | None]]:
+        """The remembered validation losses by step, for a checkpoint; None for NaN."""
+        return [
+            (step, None if math.isnan(loss) else loss)
+            for step, loss in sorted(self._validation_losses.items())
+        ]
+
+    def restore_evaluations(self, evaluations: Sequence[tuple[int, float | None]]) -> None:
+        """Remembers the `evaluations` of a checkpoint, as if they had been observed."""
+        for step, loss in evaluations:
+            self.observe_evaluation(step, math.nan if loss is None else loss)
 
     # --- Checkpoints ------------------------------------------------------------------------------
 
@@ -171,12 +210,17 @@ class HealthyCheckpoints:
         }
 
     def steps_to_preserve(self) -> set[int]:
-        """Returns the newest healthy step and the first candidate after it.
+        """Returns the newest healthy step and the first candidate after it that can become healthy.
 
-        Without the latter, retention would delete each candidate before it becomes healthy.
+        Without the latter, retention would delete each candidate before it becomes healthy. One
+        that accepted steps cannot make healthy would take the place of all later ones.
         """
         newest = max(self.steps, default=-1)
-        later_candidates = (step for step in self._candidates if step > newest)
+        later_candidates = (
+            step
+            for step in self._candidates
+            if step > newest and self.is_healthy(self._evidence(step, math.inf))
+        )
         next_candidate = min(later_candidates, default=-1)
         return {step for step in (newest, next_candidate) if step >= 0}
 

@@ -1,7 +1,7 @@
 """The train step, compiled for each batch shape of a run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,15 +24,19 @@ class ShapeSpecializedStep:
         self,
         compile_for: Callable[[Any], tuple[jax.stages.Compiled, float]],
         saved: SavedSteps | None = None,
+        frozen: Mapping[str, Any] | None = None,
     ):
         """Creates a step without compiled programs.
 
         Args:
           compile_for: Batch shapes -> (compiled step, seconds).
           saved: Steps in files, tried first.
+          frozen: Parameters that the objective reads and does not train, on the devices: a third
+            argument of the compiled steps, if there are any.
         """
         self._compile_for = compile_for
         self._saved = saved
+        self._frozen = (frozen,) if frozen else ()
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
@@ -70,7 +74,7 @@ class ShapeSpecializedStep:
 
         Returns at once: the devices may still be computing. Uses up (donates) the state.
         """
-        return self._steps[_key(batch)](state, batch)
+        return self._steps[_key(batch)](state, batch, *self._frozen)
 
 
 def memory_stats(compiled: Any) -> dict[str, int]:

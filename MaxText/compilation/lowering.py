@@ -65,7 +65,9 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
         with_documents = prepared_has_documents(config)
     shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     batch = sharding.abstract_batch(shapes)
-    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
+    lowered = sharding.lower_step(
+        setup.step, state, batch, setup.compiler_options, setup.abstract_frozen
+    )
     return LoweredStep(
         growth=resolved,
         model=model,

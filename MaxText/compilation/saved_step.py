@@ -43,6 +43,7 @@ from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
+from MaxText.training.model_objective import frozen_models
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -54,7 +55,8 @@ _KEYS = (
     "skip_step_on_spikes",
     "skip_step_interval",
     "skip_step_scaling_factor",
-    "rollback",
+    "rollback.after_skips",
+    "rollback.on_rise",
     "log_layer_norms",
 )
 
@@ -105,6 +107,12 @@ def saved_steps(
             None of it was executed.
     """
     path = growth.config.run.compiled_trainstep_file
+    if path and frozen_models(model_config):
+        raise UserError(
+            f"compiled_trainstep_file={path}: steps of an objective with frozen models "
+            f"(loss_type={model_config.objective.loss_type}) are not kept in files. Remove the "
+            "key; restarts use the compilation cache (jax_cache_dir)."
+        )
     identity = functools.partial(_fingerprint, growth, model_config, sharding, state)
     if not path:
         return _cached_steps(growth.config.run, identity, sharding, state)

@@ -31,17 +31,7 @@ def find_unused_keys(merged: MergedSettings) -> dict[str, ConfigIssue]:
     for name, key in all_keys().items():
         if name in merged.wrong or not merged.is_set_by_user(name):
             continue
-        changed_entries = [
-            entry_key
-            for entry, entry_key in key.entries.items()
-            if getattr(typed[name], entry) != entry_key.default
-        ]
-        conditions = [
-            (checked_key, group)
-            for checked_key in (key, *changed_entries)
-            for group in checked_key.conditions
-        ]
-        for checked_key, group in conditions:
+        for group in key.conditions:
             if merged.wrong.intersection(group) or _is_met(group, typed_of_layers):
                 continue
             if _is_decided_by_a_stronger_source(group, name, merged.origins):
@@ -51,11 +41,11 @@ def find_unused_keys(merged: MergedSettings) -> dict[str, ConfigIssue]:
             for other in group:
                 location.append(last[other].place if other in last else f"{other} is the default")
             issues[name] = ConfigIssue(
-                message=f"{checked_key.name}: has no effect with {choices}",
+                message=f"{name}: has no effect with {choices}",
                 location=tuple(location),
                 context=(
                     ("needs", key.condition_text(group)),
-                    ("default", values.to_yaml(checked_key.default)),
+                    ("default", values.to_yaml(key.default)),
                 ),
             )
     return issues

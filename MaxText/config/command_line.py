@@ -25,7 +25,7 @@ from MaxText.config.schema import (
     all_keys,
     flatten,
     keys_by_section,
-    split_entry,
+    named_sections,
 )
 from MaxText.config.sources import Source
 from MaxText.errors import UserError, storage_error_line, storage_failure
@@ -34,7 +34,7 @@ OptionsT = TypeVar("OptionsT")
 
 _OPTIONS = """
 options:
-  --help [KEY]          this text, or everything about one key
+  --help [KEY]          this text, or everything about one key or named section
   --show-config         print the resolved configuration as YAML and exit
   --why KEY             print a value, where it was set and what it beat, and exit
   --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
@@ -265,7 +265,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
             name = _option_value(remaining, index)
-            return _help_key(name, remaining, load) if name else _help(program, usage)
+            return _help_keys(_keys_named(name), remaining, load) if name else _help(program, usage)
         if argument == "--show-config":
             del remaining[index]
             return _show_config(_loaded(program, remaining, load))
@@ -276,8 +276,9 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
                 raise UserError(f"{argument} needs {operand} after it")
             if argument == "--from-maxtext":
                 return _maxtext_report(program, name, remaining)
-            key = _known(name)
-            return explain_value(_loaded(program, remaining, load), key.name)
+            keys = _keys_named(name)
+            loaded = _loaded(program, remaining, load)
+            return "".join(explain_value(loaded, key.name) for key in keys)
     return ""
 
 
@@ -305,12 +306,18 @@ def _option_value(remaining: list[str], index: int) -> str:
     return "".join(operands)
 
 
-def _known(name: str) -> Key:
-    """Returns a key by its name, its MaxText name, or one of its entries; raises if unknown."""
-    name, _ = split_entry(ALIASES.get(name, name))
+def _keys_named(name: str) -> list[Key]:
+    """Returns the key of a name, MaxText's names included, or all keys of a named section.
+
+    Raises:
+      ConfigurationError: there is no such key or section.
+    """
+    name = ALIASES.get(name, name)
+    if name in named_sections():
+        return named_sections()[name]
     if name not in all_keys():
         raise ConfigurationError([unknown_key(name)])
-    return all_keys()[name]
+    return [all_keys()[name]]
 
 
 def _help(program: str, usage: str) -> str:
@@ -328,9 +335,17 @@ def _help(program: str, usage: str) -> str:
     return "\n".join(lines)
 
 
-def _help_key(name: str, remaining: list[str], load: Load) -> str:
-    """Returns the text of --help KEY, with the key's value if the configuration loads."""
-    key = _known(name)
+def _help_keys(keys: Sequence[Key], remaining: list[str], load: Load) -> str:
+    """Returns the text of --help KEY for each key, with its value if the configuration loads."""
+    loaded: LoadedConfig | None = None
+    # A command line with mistakes still gets the help that explains them.
+    with contextlib.suppress(UserError):
+        loaded = load(remaining)
+    return "\n".join(_help_key(key, loaded) for key in keys)
+
+
+def _help_key(key: Key, loaded: LoadedConfig | None) -> str:
+    """Returns all that is declared about a key, and its value in a configuration."""
     lines = [
         key.name,
         f"  {key.help}",
@@ -340,16 +355,9 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
     facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
-    for entry in key.entries.values():
-        lines.append(f"  {entry.name}: {entry.help} ({format_accepted(entry)})")
-    try:
-        loaded = load(remaining)
-    except UserError:
-        # A command line with mistakes still gets the help that explains them.
-        return "\n".join(lines) + "\n"
-    origin = loaded.origins[key.name]
-    value = values.to_yaml(flatten(loaded.config)[key.name])
-    lines.append(f"  now:      {value} ({origin.place})")
+    if loaded is not None:
+        value = values.to_yaml(flatten(loaded.config)[key.name])
+        lines.append(f"  now:      {value} ({loaded.origins[key.name].place})")
     return "\n".join(lines) + "\n"
 
 
@@ -385,15 +393,10 @@ def _maxtext_report(program: str, path: str, arguments: Sequence[str]) -> str:
 
 
 def _setting_line(setting: sources.Setting) -> str:
-    """Returns "key: value", or "key.entry: value"."""
-    name = setting.name
-    if isinstance(setting.value, dict) and len(setting.value) == 1:
-        (entry,) = setting.value
-        if setting.written != name:
-            name = f"{name}.{entry}"
+    """Returns "key: value"."""
     mapping = find_mapping(setting.written, values.from_text(setting.origin.raw))
     value = mapping.text if mapping and mapping.name else setting.origin.raw
-    return f"{name}: {value}"
+    return f"{setting.name}: {value}"
 
 
 def _problem_line(problem: ConfigIssue) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from MaxText.config import values
+from MaxText.config import schema, values
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -197,14 +197,14 @@ def _inside_shipped(path: Path) -> Path | None:
 
 
 class FileContents(NamedTuple):
-    """The top-level entries of a YAML file."""
+    """The settings in a YAML file, those under the name of a section by dotted key."""
 
     settings: list[Setting]
     problems: list[ConfigIssue]  # of single keys, which then have no setting
 
 
 def read(path: Path, source: Source = Source.CONFIG_FILE) -> FileContents:
-    """Reads the top-level entries of a YAML file.
+    """Reads the settings in a YAML file.
 
     Args:
       path: The file.
@@ -221,27 +221,47 @@ def read(path: Path, source: Source = Source.CONFIG_FILE) -> FileContents:
     if (num_keys := len(root.value)) > _MAX_KEYS:
         message = f"{short_path(path)} has {num_keys:,} keys, and at most {_MAX_KEYS:,} are read"
         raise ConfigurationError([ConfigIssue(message)])
-    settings: list[Setting] = []
-    problems: list[ConfigIssue] = []
+    contents = FileContents([], [])
+    _read_mapping(root, "", text, Origin(source=source, file=path), contents)
+    return contents
+
+
+def _read_mapping(
+    mapping: yaml.MappingNode, prefix: str, text: str, origin: Origin, contents: FileContents
+) -> None:
+    """Reads the settings in a mapping: the root of a file, or one under the name of a section.
+
+    Args:
+      mapping: The node.
+      prefix: What the names of its keys begin with, such as "adafactor.".
+      text: Of the file.
+      origin: Of the file as a whole.
+      contents: Gets settings and problems.
+    """
+    assert origin.file is not None
     first_line: dict[str, int] = {}
-    for name_node, value_node in root.value:
+    for name_node, value_node in mapping.value:
         line = name_node.start_mark.line + 1
-        location = (f"{short_path(path)}:{line}",)
-        name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
+        location = (f"{short_path(origin.file)}:{line}",)
+        name = prefix + (str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?")
         if name in first_line:
             message = f"{name}: given twice in one file, first on line {first_line[name]}"
-            problems.append(ConfigIssue(message, location))
+            contents.problems.append(ConfigIssue(message, location))
             continue
         first_line[name] = line
+        if name in schema.named_sections() and isinstance(value_node, yaml.MappingNode):
+            _read_mapping(value_node, f"{name}.", text, origin, contents)
+            continue
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
             value = values.from_node(value_node)
         except values.InvalidValueError as error:
-            problems.append(ConfigIssue(f"{name}: {error}", location))
+            contents.problems.append(ConfigIssue(f"{name}: {error}", location))
             continue
-        origin = Origin(source=source, file=path, line=line, raw=raw)
-        settings.append(Setting(name=name, value=value, origin=origin, written=name))
-    return FileContents(settings, problems)
+        setting_origin = dataclasses.replace(origin, line=line, raw=raw)
+        contents.settings.append(
+            Setting(name=name, value=value, origin=setting_origin, written=name)
+        )
 
 
 def _read_yaml(path: Path) -> tuple[str, yaml.Node | None]:

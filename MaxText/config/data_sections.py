@@ -7,14 +7,13 @@ from MaxText.config.keys import (
     Count,
     CountOrAuto,
     Fraction,
+    NamedSection,
     Natural,
     NonNegative,
-    Options,
     OtherThan,
     Section,
     Share,
     key,
-    options,
 )
 from MaxText.config.part_sections import DataSourceParts
 from MaxText.config.registry import Name
@@ -38,7 +37,7 @@ SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
 _MASKED = {"mlm_training": True}
 
 
-class TokenRecords(Options):
+class TokenRecordsConfig(NamedSection):
     """Token records of other programs."""
 
     field: str = key("", "Record field with the token ids. Empty: input_ids, text or tokens.")
@@ -46,7 +45,7 @@ class TokenRecords(Options):
     """Id appended to each record that is a document without one; -1 appends none."""
 
 
-class MegatronOptions(Options):
+class MegatronConfig(NamedSection):
     """Order and split of Megatron data."""
 
     order: Literal["stored", "gpt_neox"] = key("stored")
@@ -57,19 +56,19 @@ class MegatronOptions(Options):
     train."""
 
 
-class BadRecordOptions(Options):
+class BadRecordsConfig(NamedSection):
     """Handling of unreadable records."""
 
-    action: Literal["fail", "skip"] = key("fail")
+    action: Literal["fail", "skip"] = key("fail", only_if={})
     """Action on a record with a wrong checksum during import: fail the run, or skip the record.
     Corrupted text always fails."""
-    maximum: Natural = key(100)
+    maximum: Natural = key(100, only_if={})
     """Unreadable records after which a run with bad_records.action=skip fails too; also the
     documents that preparation skips because they cannot be read, 0 for none. Of an unreadable file,
     all documents count, estimated from its size if their number is unknown."""
 
 
-class DataRetryOptions(Options):
+class DataRetryConfig(NamedSection):
     """Retries of failed data reads."""
 
     attempts: Natural = key(5)
@@ -117,14 +116,14 @@ class DataConfig(Section):
     train_split: str = key("train", "Split to train on.")
     eval_split: str = key("validation")
     """Split to evaluate on; of plain record files, those with this word in their name."""
-    token_records: TokenRecords = options(TokenRecords)
+    token_records: TokenRecordsConfig = TokenRecordsConfig()
     enable_data_shuffling: bool = key(True)
     """Visit sequences in a random order, a new one each epoch."""
     data_shuffle_seed: Natural = key(0, only_if={})
     """Seed of the shuffle order (and of synthetic tokens)."""
     iter_file_nums: Natural = key(0, only_if=_FILES)
     """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
-    megatron: MegatronOptions = options(MegatronOptions)
+    megatron: MegatronConfig = MegatronConfig()
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
     packing: bool = key(True)
     """Pack several documents into a sequence; false starts each document in a new padded
@@ -138,8 +137,8 @@ class DataConfig(Section):
     """Let attention, positions and loss cross document boundaries within a sequence."""
     zero_loss: bool = key(True)
     """Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."""
-    bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
-    data_retry: DataRetryOptions = options(DataRetryOptions)
+    bad_records: BadRecordsConfig = BadRecordsConfig()
+    data_retry: DataRetryConfig = DataRetryConfig()
     excluded_samples: tuple[tuple[int, int], ...] = key((), only_if={})
     """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
     later samples move up."""
@@ -161,7 +160,7 @@ class DataConfig(Section):
         return Path(section.data_cache_dir.removeprefix("file://")).expanduser()
 
 
-class MaskedTokens(Options):
+class MaskedTokensConfig(NamedSection):
     """Masked tokens."""
 
     mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
@@ -182,7 +181,7 @@ class MaskingConfig(Section):
 
     mlm_training: bool = key(False)
     """Predict masked tokens from both sides instead of the next token."""
-    mlm: MaskedTokens = options(MaskedTokens)
+    mlm: MaskedTokensConfig = MaskedTokensConfig()
 
 
 TokenizerType = Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"]
@@ -192,8 +191,10 @@ _OF_TOKENS = {"prepare_output_format": ["tfrecord", "parquet"]}
 _RECORDS = {"prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]}
 
 
-class ExportedRecords(Options):
+class ExportedRecordsConfig(NamedSection):
     """Records for other programs."""
+
+    ONLY_IF = _RECORDS
 
     content: Literal["documents", "chunks", "strided"] = key("documents", only_if=_OF_TOKENS)
     """Content of a tfrecord or parquet record: a document; chunks of chunk_length tokens from
@@ -211,11 +212,12 @@ class ExportedRecords(Options):
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
 
-class RunnerOptions(Options):
+class RunnerConfig(NamedSection):
     """Runner of the preparation."""
 
     runner: Literal["local", "beam"] = key("local", "Local processes, or Apache Beam.")
-    beam_options: str = key("", "Options of the Beam runner, as on its command line.")
+    beam_options: str = key("", only_if={"prepare.runner": "beam"})
+    """Options of the Beam runner, as on its command line."""
 
 
 class PreparationConfig(Section):
@@ -246,10 +248,10 @@ class PreparationConfig(Section):
     prepare_output_format: OutputFormat = key("bin")
     """bin: a dataset for training. tfrecord, parquet: token records in the format of other
     programs. text_tfrecord, text_array_record: text records."""
-    records: ExportedRecords = options(ExportedRecords, only_if=_RECORDS)
+    records: ExportedRecordsConfig = ExportedRecordsConfig()
     prepare_separator_id: int = key(-1, ge=-1, only_if="add_eos")
     """Id between documents instead of the tokenizer's end of text; -1 uses that."""
-    prepare: RunnerOptions = options(RunnerOptions)
+    prepare: RunnerConfig = RunnerConfig()
 
     @property
     def exports_text(self) -> bool:

@@ -44,14 +44,7 @@ def base_yml() -> str:
     for section, keys in keys_by_section().items():
         lines += ["", f"# ---- {'.'.join(section)}: {keys[0].title}"]
         for key in keys:
-            lines += ["", *_comment(key)]
-            if not key.entries:
-                lines += serialization.entry_lines(key.name, key.default)
-                continue
-            lines.append(f"{key.name}:")
-            for name, entry in key.entries.items():
-                described = [*_comment(entry), f"{name}: {values.to_yaml(entry.default)}"]
-                lines += [f"  {line}" for line in described]
+            lines += ["", *_comment(key), *serialization.entry_lines(key.name, key.default)]
     return "\n".join(lines) + "\n"
 
 
@@ -61,7 +54,7 @@ def _comment(key: Key) -> list[str]:
     if key.choices:
         facts.append(f"Choices: {', '.join(str(choice) or 'empty' for choice in key.choices)}.")
     facts += [f"Unit: {key.unit}."] if key.unit else []
-    facts += [f"Bounds: {key.bounds_text}."] if key.bounds_text else []
+    facts += [f"Bounds: {bounds}."] if (bounds := values.bounds_text(key.constraints)) else []
     facts += [f"Only if {_condition(key)}."] if key.conditions else []
     return _COMMENTS.wrap(" ".join(facts))
 
@@ -82,7 +75,7 @@ def configuration_md() -> str:
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
         lines += ["| key | default | values | meaning | only if |", "|---|---|---|---|---|"]
         for key in keys:
-            lines += [_row(key), *map(_row, key.entries.values())]
+            lines.append(_row(key))
     return "\n".join(lines) + "\n"
 
 
@@ -103,10 +96,6 @@ def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
     default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
     accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
-    if key.entries:
-        # their rows follow
-        default = ""
-        accepted = "{entry: value}"
     for long_type, short_type in _SHORT_TYPES.items():
         accepted = accepted.replace(long_type, short_type)
     accepted = accepted.removeprefix("one of ")

@@ -1,6 +1,6 @@
 """Declares configuration keys: type, default, help, bounds, conditions.
 
-A section is a frozen pydantic model whose fields are the flat keys that users type:
+A section is a frozen pydantic model whose fields are the keys that users type:
 
     class ScheduleConfig(Section):
         'Learning rate schedule.'
@@ -9,26 +9,60 @@ A section is a frozen pydantic model whose fields are the flat keys that users t
         'Peak learning rate.'
         warmup_steps: int = key(-1, "Warm-up steps.", unit="steps", ge=-1)
 
+A field can also be a section of its own. Keys of a NamedSection are typed with the field's name and
+a dot before them, `adafactor.momentum=0.9`; those of other sections are typed as they are:
+
+    class AdafactorConfig(NamedSection):
+        'Settings of Adafactor (Shazeer and Stern 2018).'
+
+        momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none.")
+
+    class OptimizerConfig(Section):
+        'Optimizer.'
+
+        adafactor: AdafactorConfig = AdafactorConfig()
+
 Unit and conditions are in the field's `json_schema_extra`, so that help, `configs/base.yml`, the
 documentation and the checks derive from one declaration.
 """
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
 import textwrap
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 
 
-class Unequal(NamedTuple):
-    """A bound: a number other than the values."""
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """A bound: a number other than one.
+
+    In `Annotated` it is a validator, as pydantic's own bounds are.
+    """
 
     ne: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Adds this check to those of the annotated type; called by pydantic."""
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def _check(self, number: float) -> float:
+        if number == self.ne:
+            raise ValueError("is not allowed")
+        return number
 
 
 class OtherThan(tuple[Any, ...]):
@@ -56,45 +90,74 @@ Conditions = str | Mapping[str, Any]
 class Section(BaseModel):
     """An immutable group of keys for one part of the program.
 
-    Unknown fields are refused. ONLY_IF is the default of `only_if` for its keys, except those it
-    names.
+    Unknown fields are refused. ONLY_IF has conditions of all its keys, those of sections inside
+    included, in addition to the conditions of the section around it. An empty one drops the latter.
     """
 
-    ONLY_IF: ClassVar[Conditions] = {}
+    ONLY_IF: ClassVar[Conditions | None] = None
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _with_entries(cls, values: Any) -> Any:
-        """Converts {"key.entry": value} to {"key": {"entry": value}}."""
-        if not isinstance(values, dict):
-            return values
-        nested = dict(values)
-        for name in values:
-            key, _, entry = name.partition(".")
-            if entry:
-                nested[key] = {**nested.get(key, {}), entry: nested.pop(name)}
-        return nested
+    def _from_keys(cls, values: Any) -> Any:
+        """Accepts dotted keys of named sections."""
+        return nested(values) if isinstance(values, dict) else values
+
+    def values_by_key(self) -> dict[str, Any]:
+        """Returns the values of all keys in this section and those inside, by key.
+
+        The section's own keys come first.
+        """
+        values = {name: value for name, value in self if not isinstance(value, Section)}
+        for section_name, section in self:
+            if isinstance(section, Section):
+                prefix = f"{section_name}." if isinstance(section, NamedSection) else ""
+                values |= {prefix + name: item for name, item in section.values_by_key().items()}
+        return values
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Returns this section with other, already checked values of some keys."""
-        return self.model_copy(update=dict(values))
+        """Returns this section with other values of some keys, those of sections inside included.
+
+        Args:
+          values: By key, already checked. Keys of other sections are ignored.
+        """
+        update: dict[str, Any] = {}
+        for field_name, value in self:
+            if isinstance(value, Section):
+                prefix = f"{field_name}." if isinstance(value, NamedSection) else ""
+                inner_values = {
+                    name: values[prefix + name]
+                    for name in value.values_by_key()
+                    if prefix + name in values
+                }
+                if inner_values:
+                    update[field_name] = value.with_values(inner_values)
+            elif field_name in values:
+                update[field_name] = values[field_name]
+        return self.model_copy(update=update)
 
 
-class Options(BaseModel):
-    """The value of a key with entries: {entry: value}, or key.entry=value."""
+class NamedSection(Section):
+    """A section whose name is a part of the names of its keys: `adafactor.momentum`.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    Its name is that of the field that holds it. Wherever settings are read, a mapping under that
+    name stands for the keys: `adafactor: {momentum: 0.9}`.
+    """
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the value of every entry by name."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
 
-    def updated(self, changes: Self) -> Self:
-        """Returns these entries, with those that were set in `changes` in their place."""
-        return self.model_copy(
-            update={name: getattr(changes, name) for name in changes.model_fields_set}
-        )
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups dotted keys by what is before their first dot.
+
+    For example, {"adafactor.momentum": 0.9} becomes {"adafactor": {"momentum": 0.9}}.
+    """
+    groups: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, inner_name = name.partition(".")
+        if inner_name:
+            groups[section] = {**groups.get(section, {}), inner_name: value}
+        else:
+            groups[name] = value
+    return groups
 
 
 def key(
@@ -113,8 +176,8 @@ def key(
       help: A line for --help and docs/reference/configuration.md; empty takes the string literal
         below the field.
       unit: For example "steps", "tokens", "seconds".
-      only_if: Conditions that must all hold for the key to have an effect.
-        Empty drops those of the section (Section.ONLY_IF).
+      only_if: Conditions that must all hold for the key to have an effect, in addition to those of
+        the section (Section.ONLY_IF). Empty drops the others.
       only_if_any: Conditions of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
@@ -137,7 +200,7 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
     """
     docstrings: dict[str, str] = {}
     for base in section.__mro__:
-        if not issubclass(base, Section | Options):
+        if not issubclass(base, Section):
             continue
         # Code without a file has no source, and odd indentation cannot be parsed alone.
         with contextlib.suppress(OSError, TypeError, SyntaxError):
@@ -147,11 +210,6 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
                         docstrings.setdefault(name, " ".join(text.split()))
     return docstrings
-
-
-def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
-    """Declares a key with entries, described by their class."""
-    return key(kind(), kind.__doc__ or "", only_if=only_if)
 
 
 def condition_values(conditions: Conditions | None) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
 
     Args:
       value: What was typed.
-      convert: (key or key.entry, value) -> the value in the key's type. Raises KeyError for a key
-        that cannot differ between layers, and InvalidValueError for a value of another type.
+      convert: (key, value) -> the value in the key's type. Raises KeyError for a key that cannot
+        differ between layers, and InvalidValueError for a value of another type.
 
     Raises:
       InvalidValueError: the first thing that is wrong.
@@ -67,7 +67,7 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
         if not isinstance(keys, dict):
             raise InvalidValueError(f"{letter}: {format_value(keys)} is not {{key: value}}")
         typed = []
-        for name, key_value in _with_entries(keys):
+        for name, key_value in _by_key(keys):
             try:
                 typed.append((name, convert(name, key_value)))
             except KeyError:
@@ -79,11 +79,11 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
     return LayerKinds(kinds)
 
 
-def _with_entries(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields keys with their values; of a mapping each entry as key.entry."""
+def _by_key(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields keys with their values; a mapping stands for dotted keys of a named section."""
     for name, value in keys.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{entry}", entry_value) for entry, entry_value in value.items())
+            yield from ((f"{name}.{inner_name}", item) for inner_name, item in value.items())
         else:
             yield str(name), value
 

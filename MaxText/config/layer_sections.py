@@ -7,14 +7,13 @@ from pydantic import PlainValidator
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
+    NamedSection,
     Natural,
     NonNegative,
-    Options,
     OtherThan,
     Positive,
     Section,
     key,
-    options,
 )
 from MaxText.config.layer_plan import LayerKinds
 from MaxText.config.registry import Name
@@ -215,11 +214,11 @@ class PositionConfig(Section):
     """Factor of sines and cosines. null is 0.1 ln(rope_factor) + 1 with yarn, and with longrope
     sqrt(1 + ln(rope_factor) / ln(original_max_position_embeddings))."""
     rope_short_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
-    """Divisors of the frequencies in sequences up to original_max_position_embeddings, one for each
+    """Divisors of the frequencies in documents up to original_max_position_embeddings, one for each
     pair of rotary dimensions."""
     rope_long_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
-    """Divisors of the frequencies in longer sequences. While a text grows beyond the original
-    length, keys in the cache stay as they are."""
+    """Divisors of the frequencies in longer documents. In generation a prompt's length decides for
+    its tokens, and the position of each new token for that token, as in transformers."""
     rope_pairs: Literal["halves", "adjacent"] = key("halves", only_if=_ROTARY)
     """Dimensions of a head that rotate as a pair. halves: i and i + R/2 of R rotary ones. adjacent:
     2i and 2i + 1 (Cohere, GLM-4, Llama 4)."""
@@ -236,7 +235,7 @@ class PositionConfig(Section):
 _BLOCKED = {"attention": ["autoselected", "blocked"]}
 
 
-class LinearAttentionOptions(Options):
+class LinearAttentionConfig(NamedSection):
     """Layers of linear attention."""
 
     chunk: Count = key(64, "Chunk length. Does not change the result.", unit="tokens")
@@ -281,6 +280,12 @@ class AttentionConfig(Section):
     attention_k_eq_v)."""
     attn_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
+    attention_sinks: bool = key(False)
+    """A learned score per head that takes part in the softmax without a value, so that a query may
+    attend to nothing (gpt-oss)."""
+    attention_output_gate: bool = key(False)
+    """Multiply the heads' outputs by sigmoid(W x) before the output projection, x the input of the
+    layer's attention (Qiu et al. 2025; Qwen3-Next)."""
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
@@ -291,7 +296,7 @@ class AttentionConfig(Section):
     sliding_window_size: Count = key(256, unit="tokens")
     """Tokens that a query of a local layer sees, itself included; without a causal mask also as
     many after it."""
-    linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
+    linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     num_mem_kv: Natural = key(0)
     """Learned keys and values that every token of a global layer also attends to."""
     gpt_neo_none_attention_bug: bool = key(False)
@@ -357,8 +362,13 @@ class FeedForwardConfig(Section):
 _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
-class SecondExpert(Options):
+_TWO_EXPERTS = {"num_experts_per_tok": 2}
+
+
+class SecondExpertConfig(NamedSection):
     """A token's second expert."""
+
+    ONLY_IF = _TWO_EXPERTS
 
     policy: Literal["all", "none", "threshold", "random"] = key("all")
     """Its use in training. threshold: if its gate exceeds the threshold. random: with probability
@@ -390,7 +400,7 @@ class MoEConfig(Section):
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
-    moe_second: SecondExpert = options(SecondExpert, only_if={"num_experts_per_tok": 2})
+    moe_second: SecondExpertConfig = SecondExpertConfig()
 
 
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}
@@ -404,8 +414,10 @@ _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
 
 
-class ZoomDims(Options):
+class ZoomDimsConfig(NamedSection):
     """zoom_dim of single places."""
+
+    ONLY_IF = _L2
 
     qkv: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
     """zoom_dim of query, key and value; -1 is zoom_dim."""
@@ -415,7 +427,7 @@ class ZoomDims(Options):
     """zoom_dim of the feed-forward; -1 is 4 * zoom_dim."""
 
 
-class ScaleFactors(Options):
+class ScaleFactorsConfig(NamedSection):
     """Factors of Theta."""
 
     qkv: float = key(1.0, "Factor in query, key and value.", only_if=_QKV_AND_OUTPUT)
@@ -447,8 +459,8 @@ class PattentionConfig(Section):
     zoom_dim: NonNegative = key(0.0, only_if=_L2, only_if_any=_ANYWHERE)
     """Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 times
     as much in the feed-forward. 0 is the number of slots."""
-    zoom_dims: ZoomDims = options(ZoomDims, only_if=_L2)
-    scale_factors: ScaleFactors = options(ScaleFactors)
+    zoom_dims: ZoomDimsConfig = ZoomDimsConfig()
+    scale_factors: ScaleFactorsConfig = ScaleFactorsConfig()
 
     def num_slots(self, projection: SlotPlace, emb_dim: int) -> int:
         """Returns the slots of one Pattention, with every -1 replaced.
@@ -479,7 +491,7 @@ _DYNAMIC = _DENSE | {"dense_dynamic": True}
 Way = Literal["q", "k", "v", "r"]
 
 
-class DenseSelection(Options):
+class DenseSelectionConfig(NamedSection):
     """Numbers of dense_sparsity."""
 
     dilation: Count = key(2, unit="layers", only_if={"dense_sparsity": "dilated"})
@@ -511,7 +523,7 @@ class DenseConfig(Section):
     dense_sparsity: Literal["all", "dilated", "window", "list"] = key("all")
     """Outputs that are summed besides the last one. dilated: every dilation-th, counted back from
     it. window: the last outputs and the embedding. list: those of dense_selection."""
-    dense_selection: DenseSelection = options(DenseSelection)
+    dense_selection: DenseSelectionConfig = DenseSelectionConfig()
     dense_period: Count = key(1, unit="layers")
     """Layers from one sum to the next; other layers read the last output."""
     dense_target_layers: tuple[int, ...] | None = key(None, only_if={"dense_period": 1})

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, sources, values
-from MaxText.config.keys import Options
 from MaxText.config.layer_plan import parse_kinds
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
 from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
-from MaxText.config.schema import Key, all_keys, all_names, keys_of_layers
+from MaxText.config.schema import (
+    Key,
+    all_keys,
+    keys_of_layers,
+    named_sections,
+    settable_names,
+)
 from MaxText.config.sources import Origin, Setting, Source
 
 # More are counted: finding the nearest names of each takes milliseconds.
@@ -67,9 +72,8 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
     """
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
-    origins = {
-        name: Origin(source=Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys
-    }
+    defaults = {name: values.to_yaml(key.default) for name, key in keys.items()}
+    origins = {name: Origin(source=Source.DEFAULT, raw=raw) for name, raw in defaults.items()}
     typed["logical_axis_rules"] = ()
     merged = MergedSettings(typed=typed, origins=origins, settings=[], wrong=set())
     unknown: list[Setting] = []
@@ -80,20 +84,19 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
             if len(unknown) <= _MAX_UNKNOWN_KEYS:
                 problems.append(_unknown(setting))
             continue
+        # configs/base.yml lists every key so that people can read it. Its values are the schema's
+        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
+        is_of_base = setting.origin.file == config_files.BASE_YML
+        if is_of_base and values.to_yaml(setting.value) == defaults[setting.name]:
+            continue
         try:
             value = _typed(setting, key)
         except values.InvalidValueError as error:
             problems.append(_type_error(setting, key, str(error)))
             merged.wrong.add(key.name)
             continue
-        # configs/base.yml lists every key so that people can read it. Its values are the schema's
-        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
-        if setting.origin.file == config_files.BASE_YML and value == key.default:
-            continue
         if setting.name == "logical_axis_rules":
             value = axis_rules.merge(typed["logical_axis_rules"], value)
-        if key.entries:
-            value = typed[setting.name].updated(value)
         typed[setting.name] = value
         origins[setting.name] = setting.origin
         merged.settings.append(setting)
@@ -123,39 +126,12 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 def converted_value(value: Any, key: Key) -> Any:
     """Converts a value to a key's type, or raises values.InvalidValueError."""
-    if key.entries:
-        return _options(value, key)
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
         layer_keys = keys_of_layers()
         return parse_kinds(value, lambda name, typed: converted_value(typed, layer_keys[name]))
-    converted = values.convert(value, key.annotation)
-    if key.violates_bounds(converted):
-        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
-    return converted
-
-
-def _options(value: Any, key: Key) -> Options:
-    """Returns the value of a key with entries, in which only the typed entries are set.
-
-    Raises:
-      values.InvalidValueError: the first entry that is wrong.
-    """
-    if isinstance(value, Options):
-        return value
-    if not isinstance(value, dict):
-        raise values.InvalidValueError(f"{values.format_value(value)} is not {{entry: value}}")
-    entries = {}
-    for name, entry_value in value.items():
-        if name not in key.entries:
-            nearest = close_matches(name, key.entries) or key.entries
-            raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(nearest)}")
-        try:
-            entries[name] = converted_value(entry_value, key.entries[name])
-        except values.InvalidValueError as error:
-            raise values.InvalidValueError(f"{name}: {error}") from None
-    return key.annotation(**entries)
+    return key.convert(value)
 
 
 def _unknown(setting: Setting) -> ConfigIssue:
@@ -165,6 +141,12 @@ def _unknown(setting: Setting) -> ConfigIssue:
         return sources.sweep_not_supported(name, setting.place)
     if name in sources.FILE_KEYS:
         return ConfigIssue(f"{name}: only a YAML file can set it", (setting.place,))
+    if setting.name in named_sections():
+        return ConfigIssue(
+            message=f"{setting.name}: {values.format_value(setting.value)} is not {{key: value}}",
+            location=(setting.place,),
+            context=(("accepted", _accepted_by_section(setting.name)),),
+        )
     return unknown_key(name, (setting.place,))
 
 
@@ -173,7 +155,7 @@ def unknown_key(name: str, location: tuple[str, ...] = ()) -> ConfigIssue:
 
     Of another program's key it says why it is not here.
     """
-    nearest = close_matches(name, all_names())
+    nearest = _nearest_names(name)
     if reason := find_unsupported(name, tuple(nearest)):
         return ConfigIssue(f"{name}: not a key here: {reason.sentence}", location)
     return ConfigIssue(
@@ -183,16 +165,27 @@ def unknown_key(name: str, location: tuple[str, ...] = ()) -> ConfigIssue:
     )
 
 
+def _nearest_names(name: str) -> list[str]:
+    """Returns the names most like one that is no key; of a named section's only its own keys."""
+    section, _, field_name = name.rpartition(".")
+    if section not in named_sections():
+        return close_matches(name, settable_names())
+    known_names = [key.field_name for key in named_sections()[section]]
+    return [f"{section}.{near}" for near in close_matches(field_name, known_names) or known_names]
+
+
+def _accepted_by_section(name: str) -> str:
+    """Returns what values a named section takes, for messages and help."""
+    return f"{{key: value}}, of {', '.join(key.field_name for key in named_sections()[name])}"
+
+
 def format_accepted(key: Key) -> str:
     """Returns what values a key takes, for messages and help."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN_AXES}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
-    if key.entries:
-        return f"{{entry: value}}, of {', '.join(key.entries)}"
-    bounds = f", {key.bounds_text}" if key.bounds_text else ""
-    return values.type_name(key.annotation) + bounds
+    return values.type_name(key.annotation, key.constraints)
 
 
 def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
@@ -201,14 +194,9 @@ def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
     Args:
       setting: The setting.
       key: Its key.
-      message: What is wrong. It begins with the name of an entry if that is at fault.
+      message: What is wrong with the value.
     """
-    name = key.name
     value = setting.value
-    entry = message.partition(":")[0]
-    if entry in key.entries:
-        value = value[entry]
-        key = key.entries[entry]
     facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(value, str):
         facts.append(nearest_fact(value, filter(None, key.choices)))
@@ -217,4 +205,4 @@ def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
-    return ConfigIssue(f"{name}: {message}", (setting.place,), facts)
+    return ConfigIssue(f"{key.name}: {message}", (setting.place,), facts)

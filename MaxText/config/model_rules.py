@@ -1,5 +1,6 @@
 """Impossible combinations of the model's keys, one small function each."""
 
+import inspect
 from collections.abc import Sequence
 from typing import get_args
 
@@ -100,6 +101,8 @@ def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
     "rope_type",
     "rope_short_factors",
     "rope_long_factors",
+    "rope_attention_factor",
+    "original_max_position_embeddings",
     "rotary_pct",
     *_SIZE_OF_HEADS,
     "position_embedding",
@@ -124,6 +127,12 @@ def _longrope_divides_each_pair(config: Config) -> ConfigIssue | None:
                 "it",
                 keys=(name,),
             )
+    if position.rope_attention_factor is None and position.original_max_position_embeddings == 1:
+        return ConfigIssue(
+            message="rope_attention_factor=null divides by the logarithm of "
+            "original_max_position_embeddings=1, which is 0",
+            keys=("rope_attention_factor", "original_max_position_embeddings"),
+        )
     return None
 
 
@@ -192,14 +201,14 @@ def _loss_chunks_divide_sequences(config: Config) -> ConfigIssue | None:
     return undivided_lengths("num_vocab_tiling", num_chunks, config, ["num_vocab_tiling"])
 
 
-@rule("zoom_dims")
+@rule("zoom_dims.qkv", "zoom_dims.proj", "zoom_dims.ffn")
 def _zooms_have_roots(config: Config) -> ConfigIssue | None:
     for projection, zoom in config.model.pattention.zoom_dims:
         if -1 < zoom < 0:
             return ConfigIssue(
                 message=f"zoom_dims.{projection}={zoom:g} has no square root; use 0 or more, or "
                 "-1 for zoom_dim",
-                keys=("zoom_dims",),
+                keys=(f"zoom_dims.{projection}",),
             )
     return None
 
@@ -298,21 +307,47 @@ def _layer_pattern_fits(config: Config) -> ConfigIssue | None:
     "position_embedding",
     "connection_type",
     "head_type",
+    "loss_type",
     "dense_streams",
 )
 def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
     for layer in dict.fromkeys(config.model.layers):
         model = layer.config
         for kind, base_class, name in (
-            ("mixer", "Mixer", model.block.mixer),
-            ("feed_forward", "FeedForward", model.feed_forward.feed_forward_type),
-            ("position", "Position", model.position.position_embedding),
-            ("connection", "Connection", model.connection),
-            ("head", "Head", model.head.name),
+            ("mixer", "layers.part.Mixer", model.block.mixer),
+            ("feed_forward", "layers.part.FeedForward", model.feed_forward.feed_forward_type),
+            ("position", "layers.part.Position", model.position.position_embedding),
+            ("connection", "layers.part.Connection", model.connection),
+            ("head", "layers.part.Head", model.head.name),
         ):
             registered = registration(kind, name)
             if registered.checks_itself and (issue := _part_issue(registered, base_class, layer)):
                 return issue
+    registered = registration("objective", config.model.objective.loss_type)
+    if not registered.checks_itself:
+        return None
+    if not isinstance(registered.load(), type):
+        return _function_issue(registered)
+    whole_model = LayerConfig(config.model, config.model.shape.dimensions)
+    return _part_issue(registered, "training.model_objective.Objective", whole_model)
+
+
+def _function_issue(registered: Registration) -> ConfigIssue | None:
+    """Returns the issue of an objective that does not take the arguments of one, or None."""
+    objective = registered.load()
+    signature = inspect.signature(objective)
+    try:
+        signature.bind("config", "logits_BTV", "targets_BT")
+    except TypeError:
+        return ConfigIssue(
+            message=f"loss_type={registered.name}: {objective.__name__}{signature} "
+            f"({registered.location}) has to take (config, logits_BTV, targets_BT)",
+            remedies=(
+                "a class derived from MaxText.training.model_objective.Objective, for an objective "
+                "that reads more than logits and targets",
+            ),
+            keys=("loss_type",),
+        )
     return None
 
 
@@ -323,7 +358,7 @@ def _part_issue(
 
     Args:
       registered: The part.
-      base_class: Name of the class in MaxText.layers.part from which it has to be derived.
+      base_class: The class in MaxText from which it has to be derived.
       layer: Keys and sizes of the layer.
     """
     part = registered.load()
@@ -331,7 +366,7 @@ def _part_issue(
     if not hasattr(part, "problem"):
         return ConfigIssue(
             message=f"{key}={registered.name}: {part.__name__} ({registered.location}) is not "
-            f"derived from MaxText.layers.part.{base_class}",
+            f"derived from MaxText.{base_class}",
             keys=(key,),
         )
     # A part writes its remedies in further lines, so that it needs no import for them.
@@ -403,11 +438,14 @@ def _attention_types_name_all_layers(config: Config) -> ConfigIssue | None:
 # Key of attention -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
-    "linear_attention": ("linear_attention",),
+    "linear_attention.chunk": ("linear_attention",),
+    "linear_attention.epsilon": ("linear_attention",),
     "num_mem_kv": ("attention",),
     "gpt_neo_none_attention_bug": ("none",),
     "attention_scale": SOFTMAX_MIXERS,
     "attn_logits_soft_cap": SOFTMAX_MIXERS,
+    "attention_sinks": SOFTMAX_MIXERS,
+    "attention_output_gate": ATTENTION_MIXERS,
 }
 
 
@@ -416,15 +454,57 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
     mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
+    with_softmax = {name for name in mixers if not _replaces_softmax(name)}
+    softmax_with_bases = with_softmax.union(*map(_base_mixers, with_softmax))
+    attention_values = attention.values_by_key()
+    defaults = type(attention)().values_by_key()
     for name, readers in _READ_BY.items():
-        default = type(attention).model_fields[name].default
-        if getattr(attention, name) != default and not with_bases.intersection(readers):
+        if attention_values[name] == defaults[name]:
+            continue
+        # A part that replaces the softmax may still read the scale, or have the gate.
+        is_of_scores = name in ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
+        reading_mixers = softmax_with_bases if is_of_scores else with_bases
+        if not reading_mixers.intersection(readers):
             return ConfigIssue(
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
                 keys=(name,),
             )
     return None
+
+
+@rule("position_embedding", "attention_types", finds_unused=True)
+def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
+    mixers = set(config.model.mixers) - {"none"}
+    is_alibi = config.model.position.position_embedding == "alibi"
+    if not mixers or not is_alibi or not all(map(_replaces_softmax, mixers)):
+        return None
+    return ConfigIssue(
+        message="position_embedding=alibi lowers scores before a softmax, which mixer="
+        f"{', '.join(sorted(mixers))} does not compute",
+        keys=("position_embedding",),
+    )
+
+
+@rule("dropout_rates", "dropout_rate", "attention_types", finds_unused=True)
+def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
+    mixers = set(config.model.mixers) - {"none"}
+    rate = config.model.dropout.dropout_rates.attention
+    if not mixers or not rate or not all(map(_replaces_softmax, mixers)):
+        return None
+    return ConfigIssue(
+        message=f"dropout_rates.attention={rate:g} drops probabilities of a softmax, which mixer="
+        f"{', '.join(sorted(mixers))} does not compute",
+        keys=("dropout_rates",),
+    )
+
+
+def _replaces_softmax(name: str) -> bool:
+    """Returns whether a mixer is derived from attention and has an `attend` of its own."""
+    if name == "linear_attention":
+        return True
+    has_softmax = getattr(registration("mixer", name).target, "has_softmax", True)
+    return not has_softmax and bool(_base_mixers(name).intersection(ATTENTION_MIXERS))
 
 
 def _base_mixers(name: str) -> set[str]:
@@ -778,7 +858,7 @@ def _dense_streams_are_distinct(config: Config) -> ConfigIssue | None:
 
 @rule(
     "dense_target_layers",
-    "dense_selection",
+    "dense_selection.outputs",
     "dense_period",
     "dense_sparsity",
     "base_num_decoder_layers",
@@ -810,6 +890,6 @@ def _dense_layers_exist(config: Config) -> ConfigIssue | None:
         return ConfigIssue(
             message="dense_selection.outputs: 0 is the embedding, 1 to "
             f"{num_layers} are outputs; {reason}",
-            keys=("dense_selection",),
+            keys=("dense_selection.outputs",),
         )
     return None

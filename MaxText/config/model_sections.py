@@ -1,21 +1,19 @@
 """Keys of the model, one section per part."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
     Fraction,
+    NamedSection,
     Natural,
     NonNegative,
-    Options,
     OtherThan,
     Positive,
     Section,
     key,
-    options,
 )
 from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, letters, plan_layers
 from MaxText.config.layer_sections import (
@@ -51,7 +49,7 @@ WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
 ]
 
-# (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
+# (key, value) where a layer has another value than the model; also mlp_dim.
 Overrides = tuple[tuple[str, Any], ...]
 
 # Remedy in messages about layers that cannot be split into stages.
@@ -181,7 +179,7 @@ _DROPS_PATHS = {"drop_path": OtherThan((0,))}
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
-class DropoutRates(Options):
+class DropoutRatesConfig(NamedSection):
     """Dropout rates of single places."""
 
     embedding: float | None = key(None, ge=0, lt=1)
@@ -197,7 +195,7 @@ class DropoutConfig(Section):
 
     enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
     dropout_rate: Fraction = key(0.0, "Default dropout rate.")
-    dropout_rates: DropoutRates = options(DropoutRates)
+    dropout_rates: DropoutRatesConfig = DropoutRatesConfig()
     drop_path: Fraction = key(0.0)
     """Probability that a sequence skips a branch of a layer (stochastic depth)."""
     drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
@@ -213,8 +211,13 @@ class DropoutConfig(Section):
         return self.dropout_rate if rate is None else rate
 
 
-class InitScale(Options):
+_NORMAL = {"weight_init": ["normal", "gpt_neo"]}
+
+
+class InitScaleConfig(NamedSection):
     """Divisors of the standard deviation."""
+
+    ONLY_IF = _NORMAL
 
     depth: bool = key(False)
     """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward
@@ -233,7 +236,7 @@ class InitConfig(Section):
     gpt_neo: N(0, init_std), attention 1/sqrt(d), its queries 1/sqrt(d head_dim)."""
     init_std: Positive = key(0.02, only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]})
     """Standard deviation of the initial weights."""
-    init_scale_by: InitScale = options(InitScale, only_if={"weight_init": ["normal", "gpt_neo"]})
+    init_scale_by: InitScaleConfig = InitScaleConfig()
     embedding_init_std: float | None = key(None, gt=0)
     """Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and xavier,
     else that of weight_init."""
@@ -369,37 +372,6 @@ class ModelConfig(Section):
         keys_by_letter = dict(self.block.layer_kinds)
         return [keys_by_letter.get(letter, ()) for letter in chosen_letters]
 
-    def with_keys(self, changes: Mapping[str, Any]) -> "ModelConfig":
-        """Returns these keys with other values of some.
-
-        Args:
-          changes: Already checked values by key, or by key.entry.
-        """
-        sections = {name: getattr(self, name) for name in type(self).model_fields}
-        section_of_key = {
-            key: name for name, section in sections.items() for key in type(section).model_fields
-        }
-        changes_by_section: dict[str, dict[str, Any]] = {}
-        for name, value in changes.items():
-            key, _, entry = name.partition(".")
-            section_name = section_of_key.get(key, "parts")
-            section_changes = changes_by_section.setdefault(section_name, {})
-            if entry:
-                # Of several changed entries of a key, each adds to the ones before.
-                candidates = (
-                    section_changes,
-                    *map(dict, (sections[section_name], *self.parts.sections)),
-                )
-                options = next(candidate[key] for candidate in candidates if key in candidate)
-                value = options.model_copy(update={entry: value})
-            section_changes[key] = value
-        return self.model_copy(
-            update={
-                name: sections[name].with_values(section_changes)
-                for name, section_changes in changes_by_section.items()
-            }
-        )
-
     @property
     def layers(self) -> tuple["LayerConfig", ...]:
         """Each layer's own keys and sizes; like layers share one object."""
@@ -414,7 +386,7 @@ class ModelConfig(Section):
           layer_keys: An element of layer_overrides, as a dict.
         """
         mlp_dim = layer_keys.get("mlp_dim")
-        config = self.with_keys(
+        config = self.with_values(
             {name: value for name, value in layer_keys.items() if name != "mlp_dim"}
         )
         dimensions = config.shape.dimensions

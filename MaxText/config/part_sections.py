@@ -55,14 +55,17 @@ class Parts(Section):
         part = registration_of(target, self.with_keys())
         return None if part is None else self._section_of(part)
 
+    def values_by_key(self) -> dict[str, Any]:
+        """Returns the values of the keys of all parts, by key."""
+        values: dict[str, Any] = {}
+        for part in self.with_keys():
+            values |= self._section_of(part).values_by_key()
+        return values
+
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Returns these sections with other values of some keys, each in the section with it."""
-        sections = []
-        for section in self.sections:
-            fields = type(section).model_fields
-            update = {name: value for name, value in values.items() if name in fields}
-            sections.append(section.model_copy(update=update))
-        return self.model_copy(update={"sections": tuple(sections)})
+        """Returns these sections with other values of some keys, as Section.with_values."""
+        sections = tuple(section.with_values(values) for section in self.sections)
+        return self.model_copy(update={"sections": sections})
 
     def _section_of(self, part: Registration) -> Section:
         section_class = part.keys

@@ -1,12 +1,13 @@
 """Options of the programs, besides the keys of a configuration.
 
 A program declares its options, such as hardware= of plan.py, as a frozen dataclass whose fields are
-made by `option`. `read_options` reads them with argparse. They are typed like keys: name=value,
---name=value, --name value, or --name alone for a switch.
+made by `option`. `read_options` reads them with argparse: name=value, --name=value, --name value,
+or --name alone for a switch. A value is read and checked like that of a key of the same type.
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
   class PlanOptions:
       hardware: str = option("", "Machine, for example 8xH100.", required=True)
+      num_slices: Count = option(1, "Slices of the machine.")
       fit: bool = option(False, "Search for settings that fit.")
 
   arguments = read_options(PlanOptions, sys.argv[1:])
@@ -14,17 +15,15 @@ made by `option`. `read_options` reads them with argparse. They are typed like k
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from MaxText.config import sources
+from MaxText.config import sources, values
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
-from MaxText.config.schema import all_names
+from MaxText.config.schema import settable_names
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices
 
 OptionsT = TypeVar("OptionsT")
@@ -63,7 +62,7 @@ def option(
     default: Any,
     help: str,
     *,
-    read: Callable[[str], Any] = str,
+    read: Callable[[str], Any] | None = None,
     accepts: str = "",
     metavar: str = "VALUE",
     choices: Collection[str] = (),
@@ -72,16 +71,18 @@ def option(
 ) -> Any:
     """Declares an option as a field of a dataclass.
 
-    The field's name is the option's; a trailing underscore (`from_`) is not typed. A boolean
+    The field's name is the option's; a trailing underscore (`from_`) is not typed. Its annotation
+    decides how the text is read, as that of a key does: `Count` takes 1e3 and refuses 0. A boolean
     default makes it a switch.
 
     Args:
       default: Value if the option is not given.
       help: Its line in --help.
-      read: Converts the text; raises ValueError with a reason that continues "name: ".
+      read: Converts text of a form of its own, such as 300B or 5GB; raises ValueError with a reason
+        that continues "name: ".
       accepts: What `read` accepts, for messages.
       metavar: Stands for the value in --help.
-      choices: The accepted texts, if there are few.
+      choices: The accepted texts, if there are few. A Literal has them.
       required: Whether a command line without it is refused.
       repeated: Whether it may be given several times. Its value is then a tuple.
     """
@@ -89,8 +90,8 @@ def option(
         "default": default,
         "help": help,
         "read": read,
-        "accepts": accepts or f"one of {', '.join(choices)}",
-        "metavar": "|".join(choices) or metavar,
+        "accepts": accepts,
+        "metavar": metavar,
         "choices": tuple(choices),
         "required": required,
         "repeated": repeated,
@@ -98,48 +99,34 @@ def option(
     return dataclasses.field(default=default, metadata={_DECLARATION: settings})
 
 
-def integer_option(default: int | None, help: str, *, minimum: int, metavar: str = "NUMBER") -> Any:
-    """Declares an option whose value is an integer that is not below `minimum`."""
-    return option(
-        default,
-        help,
-        read=whole_number(minimum),
-        accepts=f"an integer, >= {minimum}",
-        metavar=metavar,
-    )
-
-
 def options_of(kind: type) -> dict[str, _Option]:
     """Returns the options that a dataclass declares, by the name of their field."""
     return {
-        field.name: _Option(name=field.name.rstrip("_"), **field.metadata[_DECLARATION])
+        field.name: _declared(field)
         for field in dataclasses.fields(kind)
         if _DECLARATION in field.metadata
     }
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
-    """Returns a reader of integers that are not below `minimum`."""
+def _declared(field: dataclasses.Field[Any]) -> _Option:
+    """Returns the option that a field declares; what `option` leaves open follows from its type."""
+    settings = dict(field.metadata[_DECLARATION])
+    # Of an option that may be repeated each value is one item of the tuple.
+    annotation = get_args(field.type)[0] if settings["repeated"] else field.type
+    if get_origin(annotation) is Literal:
+        settings["choices"] = get_args(annotation)
+    choices = settings["choices"]
+    type_name = f"one of {', '.join(choices)}" if choices else values.type_name(annotation)
+    settings["accepts"] = settings["accepts"] or type_name
+    settings["metavar"] = "|".join(choices) or settings["metavar"]
+    settings["read"] = settings["read"] or functools.partial(_read_typed, annotation=annotation)
+    return _Option(name=field.name.rstrip("_"), **settings)
 
-    def read(text: str) -> int:
-        """Returns the integer that a text is; raises ValueError with a reason."""
-        try:
-            number = int(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not an integer") from None
-        if number < minimum:
-            raise ValueError(f"{number} is not >= {minimum}")
-        return number
 
-    return read
-
-
-def number(text: str) -> float:
-    """Returns the finite number that a text is; raises ValueError for any other text."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(float(text)):
-            return float(text)
-    raise ValueError(f"{text!r} is not a finite number")
+def _read_typed(text: str, annotation: Any) -> Any:
+    """Returns the value of a text in a type; raises ValueError with a reason."""
+    value = values.UntypedScalar(text) if annotation is str else values.from_text(text)
+    return values.convert(value, annotation)
 
 
 @dataclasses.dataclass
@@ -196,20 +183,20 @@ def read_options(
     parser = _make_parser(options, reader)
     flags = [_as_flag(argument, options.values()) for argument in arguments]
     namespace, remaining = parser.parse_known_args(flags)
-    values = {
+    valid = {
         name: tuple(value) if options[name].repeated else value
         for name, value in vars(namespace).items()
         if value is not _INVALID
     }
     parsed = ProgramArguments(
-        options=kind(**values),
-        given=tuple(options[name].name for name in values),
+        options=kind(**valid),
+        given=tuple(options[name].name for name in valid),
         problems=reader.problems,
     )
     _sort_remaining(remaining, [option.name for option in options.values()], takes_keys, parsed)
     if requires:
-        for option in options.values():
-            if option.required and not reader.texts.get(option.name):
+        for name, option in options.items():
+            if option.required and not vars(namespace).get(name):
                 fact = ("accepted", option.help)
                 parsed.problems.append(ConfigIssue(f"{option.name}= is missing", context=(fact,)))
     return parsed
@@ -362,7 +349,7 @@ def _unknown_option(
     """
     if not name and not argument.startswith("-"):
         return None
-    key_names = list(all_names()) if takes_keys else []
+    key_names = settable_names() if takes_keys else []
     if takes_keys and (name in (*key_names, *ALIASES) or find_unsupported(name)):
         return None
     typed_name = name or argument.lstrip("-")

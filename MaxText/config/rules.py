@@ -10,6 +10,7 @@ from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_rules import undivided_lengths
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
+from MaxText.config.registry import registration
 from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import MeshConfig
@@ -166,7 +167,7 @@ def _context_axis_divides_sequences(config: Config) -> ConfigIssue | None:
     return undivided_lengths(" * ".join(splitting), num_chunks, config, splitting)
 
 
-@rule("context_parallel_strategy", *_CONTEXT, "dropout_rates", "dropout_rate")
+@rule("context_parallel_strategy", *_CONTEXT, "dropout_rates.attention", "dropout_rate")
 def _ring_has_no_dropout(config: Config) -> ConfigIssue | None:
     splits = any(getattr(config.mesh, name) not in (0, 1) for name in _CONTEXT)
     is_ring = config.model.attention.context_parallel_strategy == "ring"
@@ -176,8 +177,28 @@ def _ring_has_no_dropout(config: Config) -> ConfigIssue | None:
         message="context_parallel_strategy=ring recomputes probabilities in the backward pass and "
         "does not support attention dropout",
         remedies=("context_parallel_strategy=all_gather", "dropout_rates.attention=0"),
-        keys=("context_parallel_strategy", "dropout_rates"),
+        keys=("context_parallel_strategy", "dropout_rates.attention"),
     )
+
+
+@rule("context_parallel_strategy", *_CONTEXT, "mixer", "layer_kinds")
+def _ring_computes_the_weights(config: Config) -> ConfigIssue | None:
+    splits = any(getattr(config.mesh, name) not in (0, 1) for name in _CONTEXT)
+    is_ring = config.model.attention.context_parallel_strategy == "ring"
+    if not splits or not is_ring:
+        return None
+    for name in config.model.mixers:
+        mixer = registration("mixer", name).target
+        if not hasattr(mixer, "hooks") or "weights" not in mixer.hooks():
+            continue
+        if mixer.weights_scope != "score":
+            return ConfigIssue(
+                message=f"context_parallel_strategy=ring has a part of the keys at a time, and "
+                f"weights of mixer={name} depend on all scores of a {mixer.weights_scope}",
+                remedies=("context_parallel_strategy=all_gather",),
+                keys=("context_parallel_strategy", "mixer"),
+            )
+    return None
 
 
 # ---- Data
@@ -295,7 +316,13 @@ def _evaluation_has_data(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("records", "prepare_output_format")
+@rule(
+    "records.content",
+    "records.min_length",
+    "records.max_length",
+    "records.stride",
+    "prepare_output_format",
+)
 def _strided_windows_overlap(config: Config) -> ConfigIssue | None:
     records = config.preparation.records
     output_format = config.preparation.prepare_output_format
@@ -306,7 +333,7 @@ def _strided_windows_overlap(config: Config) -> ConfigIssue | None:
             message="records.content=strided has labels, which prepare_output_format="
             f"{output_format} cannot store",
             remedies=("prepare_output_format=parquet",),
-            keys=("records", "prepare_output_format"),
+            keys=("records.content", "prepare_output_format"),
         )
     for name in ("min_length", "stride"):
         length = getattr(records, name)
@@ -314,7 +341,7 @@ def _strided_windows_overlap(config: Config) -> ConfigIssue | None:
             return ConfigIssue(
                 message=f"records.{name}={length} above records.max_length={records.max_length} "
                 "would leave tokens out",
-                keys=("records",),
+                keys=(f"records.{name}", "records.max_length"),
             )
     return None
 
@@ -338,7 +365,7 @@ def _mask_fits_the_objective(config: Config) -> ConfigIssue | None:
     return None
 
 
-@rule("mlm", "mlm_training")
+@rule("mlm.same_token_prob", "mlm.random_token_prob", "mlm_training")
 def _masked_shares_fit(config: Config) -> ConfigIssue | None:
     mlm = config.masking.mlm
     if not config.masking.mlm_training or mlm.same_token_prob + mlm.random_token_prob <= 1 + 1e-9:
@@ -346,7 +373,7 @@ def _masked_shares_fit(config: Config) -> ConfigIssue | None:
     return ConfigIssue(
         message=f"mlm.same_token_prob={mlm.same_token_prob:g} and mlm.random_token_prob="
         f"{mlm.random_token_prob:g} are more than 1 together",
-        keys=("mlm",),
+        keys=("mlm.same_token_prob", "mlm.random_token_prob"),
     )
 
 
@@ -360,7 +387,7 @@ def _masked_shares_fit(config: Config) -> ConfigIssue | None:
     "dataset_type",
     "eval_steps",
     "eval_tasks",
-    "harness",
+    "harness.tasks",
     programs=("eval",),
 )
 def _something_is_scored(config: Config) -> ConfigIssue | None:
@@ -385,7 +412,7 @@ def _something_is_scored(config: Config) -> ConfigIssue | None:
             "grain_eval_files=PATTERN, records of text or tokens",
             "eval_tasks=[lambada] task_files.lambada=FILE, or harness.tasks=[...]",
         ),
-        keys=("dataset_path", "grain_eval_files", "eval_tasks", "harness"),
+        keys=("dataset_path", "grain_eval_files", "eval_tasks", "harness.tasks"),
     )
 
 
@@ -394,7 +421,7 @@ def _something_is_scored(config: Config) -> ConfigIssue | None:
     "max_target_length",
     "mlm_training",
     "use_truncation",
-    "megatron",
+    "megatron.order",
     programs=("eval",),
 )
 def _stride_scores_each_token(config: Config) -> ConfigIssue | None:
@@ -420,7 +447,7 @@ def _stride_scores_each_token(config: Config) -> ConfigIssue | None:
         remedy = "use_truncation=false"
     elif config.data.megatron.order != "stored":
         requirement = "reads documents in stored order"
-        key = "megatron"
+        key = "megatron.order"
         remedy = "megatron.order=stored"
     else:
         return None
@@ -431,7 +458,7 @@ def _stride_scores_each_token(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("causal", "eval_tasks", "harness", "mlm_training", programs=("eval",))
+@rule("causal", "eval_tasks", "harness.tasks", "mlm_training", programs=("eval",))
 def _tasks_have_a_causal_model(config: Config) -> ConfigIssue | None:
     scoring = config.scoring
     has_tasks = scoring.eval_tasks or scoring.harness.tasks
@@ -441,17 +468,17 @@ def _tasks_have_a_causal_model(config: Config) -> ConfigIssue | None:
         message="eval_tasks and harness.tasks need a causal model; masked models are scored on "
         "data sets",
         remedies=("eval_tasks=[] harness.tasks=[]",),
-        keys=("eval_tasks", "harness", "causal"),
+        keys=("eval_tasks", "harness.tasks", "causal"),
     )
 
 
-@rule("eval_tasks", "task_files")
+@rule("eval_tasks", "task_files.lambada", "task_files.wikitext")
 def _tasks_have_files(config: Config) -> ConfigIssue | None:
     for task in config.scoring.eval_tasks:
         if not getattr(config.scoring.task_files, task):
             return ConfigIssue(
                 message=f"eval_tasks names {task}, and task_files.{task} names no file of it",
-                keys=("eval_tasks", "task_files"),
+                keys=("eval_tasks", f"task_files.{task}"),
             )
     return None
 
@@ -470,7 +497,7 @@ def _start_is_named_once(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("growth", "opt_type")
+@rule("growth.opt_state", "opt_type")
 def _warmed_moments_exist(config: Config) -> ConfigIssue | None:
     opt_type = config.optimizer.opt_type
     if config.checkpoint.growth.opt_state != "warmed" or opt_type in ("adamw", "muon"):
@@ -479,7 +506,7 @@ def _warmed_moments_exist(config: Config) -> ConfigIssue | None:
         message="growth.opt_state=warmed needs Adam's second moments, which opt_type="
         f"{opt_type} does not have",
         remedies=("growth.opt_state=reused", "growth.opt_state=zeroed"),
-        keys=("growth", "opt_type"),
+        keys=("growth.opt_state", "opt_type"),
     )
 
 
@@ -605,7 +632,7 @@ def _causal_models_generate(config: Config) -> ConfigIssue | None:
 # ---- The run
 
 
-@rule("profiler", "profiler_window", "steps", finds_unused=True)
+@rule("profiler", "profiler_window.skip", "steps", finds_unused=True)
 def _profile_begins_within_the_run(config: Config) -> ConfigIssue | None:
     steps = config.run.steps
     skipped = config.monitoring.profiler_window.skip
@@ -614,18 +641,7 @@ def _profile_begins_within_the_run(config: Config) -> ConfigIssue | None:
     return ConfigIssue(
         message=f"the profiler waits {skipped} steps (profiler_window.skip), but the run has "
         f"steps={steps}",
-        keys=("profiler", "steps", "profiler_window"),
-    )
-
-
-@rule("prepare", finds_unused=True)
-def _beam_options_have_beam(config: Config) -> ConfigIssue | None:
-    prepare = config.preparation.prepare
-    if not prepare.beam_options or prepare.runner == "beam":
-        return None
-    return ConfigIssue(
-        message=f"prepare.beam_options: has no effect with prepare.runner={prepare.runner}",
-        keys=("prepare",),
+        keys=("profiler", "steps", "profiler_window.skip"),
     )
 
 

@@ -4,24 +4,29 @@ Two views of the same values: `Config` is the tree that code reads, `config.sche
 a flat dictionary by key is what users type, and what files and checkpoints hold. `flatten` and
 `unflatten` convert between them. `all_keys` describes each key: type, default, bounds, help, and
 the conditions under which it has an effect.
+
+Keys of named sections have a dot, `adafactor.momentum`. Users may nest them instead, as YAML
+allows; `dotted` brings nested settings into the flat form.
 """
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from MaxText.config import data_sections, model_sections, training_sections, values
 from MaxText.config.keys import (
-    Options,
+    Conditions,
+    NamedSection,
     OtherThan,
     Section,
     condition_values,
     field_docstrings,
 )
+from MaxText.config.layer_plan import LayerKinds
 from MaxText.config.maxtext_keys import other_meaning
 from MaxText.config.part_sections import Parts
 from MaxText.config.registry import (
@@ -56,22 +61,12 @@ class Config(Section):
     guard: training_sections.GuardConfig = training_sections.GuardConfig()
 
 
-# pydantic's name of a bound -> (the comparison that holds for allowed values, its text).
-_BOUNDS = {
-    "ge": (operator.ge, ">="),
-    "gt": (operator.gt, ">"),
-    "le": (operator.le, "<="),
-    "lt": (operator.lt, "<"),
-    "ne": (operator.ne, "other than"),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Key:
     """What is declared about one key.
 
     Attributes:
-      name: What users type.
+      name: What users type, for example "steps", or "adafactor.momentum" in a named section.
       section: Path of the section that owns it, for example ("model", "attention").
       title: First line of the section's docstring.
       annotation: Python type of the value. Of a key that names parts, a Literal of those that are
@@ -80,10 +75,9 @@ class Key:
       owner: Class that declares it.
       short_help: Its help, or empty if that is the string literal below the field.
       unit: For example "steps", or empty.
-      bounds: Pairs of "ge", "gt", "le", "lt" or "ne" and a number.
+      constraints: pydantic's constraints and validators of the value, such as Ge(ge=1).
       conditions: Groups of other keys with the values under which this one has an effect. One key
         of each group must have one of its values.
-      entries: Of a key with Options, its entries by their names without the key's.
     """
 
     name: str
@@ -91,32 +85,34 @@ class Key:
     title: str
     annotation: Any
     default: Any
-    owner: type[Section | Options]
+    owner: type[Section]
     short_help: str
     unit: str
-    bounds: tuple[tuple[str, float], ...]
+    constraints: tuple[Any, ...]
     conditions: tuple[dict[str, Any], ...]
-    entries: dict[str, "Key"]
+
+    @property
+    def field_name(self) -> str:
+        """Its name within its section."""
+        return self.name.rpartition(".")[2]
 
     @property
     def help(self) -> str:
         """What the key does, in one line."""
-        field_name = self.name.rpartition(".")[2]
-        return self.short_help or field_docstrings(self.owner).get(field_name, "")
+        return self.short_help or field_docstrings(self.owner).get(self.field_name, "")
 
-    def violates_bounds(self, value: Any) -> bool:
-        """Returns whether a number is out of bounds; other values never are."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return not all(_BOUNDS[kind][0](value, bound) for kind, bound in self.bounds)
+    def convert(self, value: Any) -> Any:
+        """Returns a value in the key's type and within its bounds.
+
+        Raises:
+          values.InvalidValueError: the value does not fit.
+        """
+        return values.convert(value, self.annotation, self.constraints)
 
     @property
-    def bounds_text(self) -> str:
-        """For example ">= 0 and < 1"; empty without bounds."""
-        return " and ".join(
-            f"{_BOUNDS[kind][1]} {bound if isinstance(bound, int) else f'{bound:g}'}"
-            for kind, bound in self.bounds
-        )
+    def bounds(self) -> tuple[tuple[str, float], ...]:
+        """Pairs of "ge", "gt", "le", "lt" or "ne" and a number."""
+        return values.bounds_of(self.constraints)
 
     @staticmethod
     def condition_text(group: dict[str, Any]) -> str:
@@ -142,7 +138,11 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _key(
-    name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section | Options]
+    name: str,
+    field: FieldInfo,
+    path: tuple[str, ...],
+    section: type[Section],
+    section_conditions: Mapping[str, Any],
 ) -> Key:
     """Builds the description of a key from the field that declares it.
 
@@ -151,21 +151,21 @@ def _key(
       field: The field, made by keys.key().
       path: Of the section in the tree.
       section: The class with the field.
+      section_conditions: Those of the section and of the sections around it.
+
+    Raises:
+      RegistrationError: the field is not made by keys.key().
     """
     facts: Any = field.json_schema_extra
-    assert isinstance(facts, dict), f"{name} is not declared with key()"
+    if not isinstance(facts, dict) or "unit" not in facts:
+        raise RegistrationError(f"key {name!r} is not declared with key(...)")
     part_name = next((mark for mark in field.metadata if isinstance(mark, Name)), None)
     annotation: Any = field.annotation if part_name is None else Literal[part_name.choices]
-    bounds = tuple(
-        (kind, getattr(constraint, kind))
-        for constraint in field.metadata
-        for kind in _BOUNDS
-        if hasattr(constraint, kind)
-    )
-    entries: dict[str, Key] = {}
-    if isinstance(annotation, type) and issubclass(annotation, Options):
-        for entry, entry_field in annotation.model_fields.items():
-            entries[entry] = _key(f"{name}.{entry}", entry_field, path, annotation)
+    # The switch of a section has an effect on its own.
+    inherited = {} if name in section_conditions else section_conditions
+    only_if = _with_conditions(inherited, facts["only_if"])
+    groups = [{other_key: allowed} for other_key, allowed in only_if.items()]
+    groups.append(condition_values(facts["only_if_any"]))
     return Key(
         name=name,
         section=path,
@@ -175,48 +175,51 @@ def _key(
         owner=section,
         short_help=field.description or "",
         unit=str(facts["unit"]),
-        bounds=bounds,
-        conditions=_conditions(name, facts, section),
-        entries=entries,
+        constraints=tuple(mark for mark in field.metadata if mark is not part_name),
+        conditions=tuple(group for group in groups if group),
     )
 
 
-def _conditions(
-    name: str, facts: dict[str, Any], section: type[Section | Options]
-) -> tuple[dict[str, Any], ...]:
-    """Returns Key.conditions: those of the section and the key's own."""
-    of_section = condition_values(getattr(section, "ONLY_IF", None))
-    # The switch of a section has an effect on its own.
-    only_if: dict[str, Any] = {} if name in of_section else of_section
-    if facts["only_if"] is not None:
-        of_key = condition_values(facts["only_if"])
-        # An explicit {} drops the section's conditions.
-        only_if = only_if | of_key if of_key else {}
-    groups = [{other_key: allowed} for other_key, allowed in only_if.items()]
-    groups.append(condition_values(facts["only_if_any"]))
-    return tuple(group for group in groups if group)
+def _with_conditions(inherited: Mapping[str, Any], added: Conditions | None) -> Mapping[str, Any]:
+    """Returns inherited conditions and further ones; explicitly empty ones drop the inherited."""
+    if added is None:
+        return inherited
+    return {**inherited, **condition_values(added)} if added else {}
 
 
 def _walk(
-    section: type[Section], path: tuple[str, ...], without: Sequence[Registration] = ()
+    section: type[Section],
+    path: tuple[str, ...] = (),
+    prefix: str = "",
+    conditions: Mapping[str, Any] = {},
+    without: Sequence[Registration] = (),
 ) -> Iterator[Key]:
-    """Yields the keys of a section and of those inside, in order.
+    """Yields the keys of a section in order, then those of the sections inside.
 
     Args:
       section: The class of the section.
       path: Of the section in the tree.
+      prefix: What the names of keys begin with, such as "adafactor.".
+      conditions: Of the sections around it.
       without: Parts whose keys are left out.
     """
+    conditions = _with_conditions(conditions, section.ONLY_IF)
     if issubclass(section, Parts):
         for part in section.with_keys():
             if part.keys is not None and part not in without:
-                yield from _walk(part.keys, (*path, part.section))
+                yield from _walk(part.keys, (*path, part.section), prefix, conditions, without)
         return
+    inner_sections = {
+        name: field.annotation
+        for name, field in section.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _walk(field.annotation, (*path, name), without)
-        else:
-            yield _key(name, field, path, section)
+        if name not in inner_sections:
+            yield _key(prefix + name, field, path, section, conditions)
+    for name, inner in inner_sections.items():
+        inner_prefix = f"{prefix}{name}." if issubclass(inner, NamedSection) else prefix
+        yield from _walk(inner, (*path, name), inner_prefix, conditions, without)
 
 
 @functools.cache
@@ -229,63 +232,79 @@ def all_keys() -> dict[str, Key]:
     """
     _check_users_keys()
     keys: dict[str, Key] = {}
-    for key in _walk(Config, ()):
+    for key in _walk(Config):
         assert key.name not in keys, f"two sections own {key.name}"
         keys[key.name] = key
     return keys
 
 
-on_change.append(all_keys.cache_clear)
+@functools.cache
+def named_sections() -> dict[str, list[Key]]:
+    """Returns the keys of each named section, by its name: {"adafactor": [...]}."""
+    sections: dict[str, list[Key]] = {}
+    for key in all_keys().values():
+        for name in _section_names(key):
+            sections.setdefault(name, []).append(key)
+    return sections
+
+
+def _section_names(key: Key) -> list[str]:
+    """Returns the names of the named sections that a key is in, the outermost first."""
+    *section_names, _ = key.name.split(".")
+    return list(itertools.accumulate(section_names, "{}.{}".format))
+
+
+def settable_names() -> list[str]:
+    """Returns all that users can set: keys, and named sections, to mappings of their keys."""
+    return [*all_keys(), *named_sections()]
+
+
+on_change += [all_keys.cache_clear, named_sections.cache_clear]
 
 
 def _check_users_keys() -> None:
     """Checks the keys that users' parts add against all others."""
     parts = [part for part in registrations() if not part.is_built_in and part.keys is not None]
     for index, part in enumerate(parts):
-        earlier_keys = _walk(Config, (), without=parts[index:])
+        earlier_keys = _walk(Config, without=parts[index:])
         try:
-            _check_keys_of(part, {key.name: key.section for key in earlier_keys})
+            _check_keys_of(part, _meanings(earlier_keys))
         except RegistrationError:
             remove(part)
             raise
 
 
-def _check_keys_of(part: Registration, section_of: Mapping[str, tuple[str, ...]]) -> None:
+def _meanings(keys: Iterable[Key]) -> dict[str, str]:
+    """Returns what each name stands for: the names of keys, and of the sections they are in."""
+    meanings: dict[str, str] = {}
+    for key in keys:
+        path = ".".join(key.section)
+        meanings[key.name] = f"a key {key.name!r} in {path}"
+        for name in _section_names(key):
+            meanings[name] = f"a section {name!r} at {path}"
+    return meanings
+
+
+def _check_keys_of(part: Registration, taken_names: Mapping[str, str]) -> None:
     """Raises RegistrationError if a part's keys are no keys, or have names that are taken.
 
     Args:
       part: A part with keys of its own.
-      section_of: Path of the section of each key that there is already.
+      taken_names: What each name already stands for.
     """
     prefix = f"{part.location}: {part.kind} {part.name!r}"
     keys = part.keys
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{prefix}: keys has to be a class derived from Section")
-    for name, field in keys.model_fields.items():
-        facts = field.json_schema_extra
-        if not isinstance(facts, dict) or "unit" not in facts:
-            raise RegistrationError(f"{prefix}: key {name!r} is not declared with key(...)")
-        if name in section_of:
-            section = ".".join(section_of[name])
-            raise RegistrationError(f"{prefix}: there is a key {name!r} in {section}")
+    try:
+        names = _meanings(_walk(keys))
+    except RegistrationError as error:
+        raise RegistrationError(f"{prefix}: {error}") from None
+    for name in names:
+        if name in taken_names:
+            raise RegistrationError(f"{prefix}: there is {taken_names[name]}")
         if meaning := other_meaning(name):
             raise RegistrationError(f"{prefix}: a key cannot be called {name!r}: {meaning}")
-
-
-def keys_of(section: type[Section]) -> dict[str, Key]:
-    """Returns the keys of one section that is not part of the tree, such as program options."""
-    return {name: _key(name, field, (), section) for name, field in section.model_fields.items()}
-
-
-def all_names() -> list[str]:
-    """Returns every name that users can set: keys, and entries as key.entry."""
-    return [named.name for key in all_keys().values() for named in (key, *key.entries.values())]
-
-
-def split_entry(name: str) -> tuple[str, str]:
-    """Splits a name such as adafactor.momentum into key and entry; the entry may be empty."""
-    key, _, entry = name.partition(".")
-    return (key, entry) if entry and key in all_keys() and all_keys()[key].entries else (name, "")
 
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
@@ -324,10 +343,12 @@ _OF_ALL_LAYERS = (
 
 
 def keys_of_layers() -> dict[str, Key]:
-    """Returns the keys, and entries of keys, that layer_kinds can set for single layers."""
-    keys = [key for key in all_keys().values() if _is_of_layer(key)]
-    entries = [entry for key in keys for entry in key.entries.values()]
-    return {key.name: key for key in (*keys, *entries) if key.name not in _OF_ALL_LAYERS}
+    """Returns the keys that layer_kinds can set for single layers."""
+    return {
+        name: key
+        for name, key in all_keys().items()
+        if _is_of_layer(key) and name not in _OF_ALL_LAYERS
+    }
 
 
 def _is_of_layer(key: Key) -> bool:
@@ -347,37 +368,35 @@ def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns the values of a configuration by key; those of a key with entries as a dict."""
-    flat = {}
-    for key in all_keys().values():
-        section: Any = config
-        for name in key.section:
-            section = section.named(name) if isinstance(section, Parts) else getattr(section, name)
-        value = getattr(section, key.name)
-        flat[key.name] = value.as_dict() if hasattr(value, "as_dict") else value
-    return flat
-
-
-def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns flat values with those of entries added, such as adafactor.momentum."""
-    return flat | {
-        f"{key.name}.{name}": flat[key.name][name]
-        for key in all_keys().values()
-        for name in key.entries
+    """Returns the values of a configuration by key."""
+    return {
+        name: value.as_dict() if isinstance(value, LayerKinds) else value
+        for name, value in config.values_by_key().items()
     }
 
 
-def unflatten(flat: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values; keys that are missing have their default.
-
-    Args:
-      flat: Values by key, or by key.entry.
-    """
+def unflatten(flat: Mapping[str, Any]) -> Config:
+    """Builds the tree of sections from values by key; keys that are missing have their default."""
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         section = tree
-        for section_name in keys[split_entry(name)[0]].section:
+        for section_name in keys[name].section:
             section = section.setdefault(section_name, {})
-        section[name] = value
+        section[keys[name].field_name] = value
     return Config.model_validate(tree)
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by key, those that are nested under the name of a section included.
+
+    {"adafactor": {"momentum": 0.9}} becomes {"adafactor.momentum": 0.9}. Other mappings, such as
+    that of layer_kinds, are values.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in named_sections() and isinstance(value, Mapping):
+            flat |= dotted({f"{name}.{inner_name}": item for inner_name, item in value.items()})
+        else:
+            flat[name] = value
+    return flat

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from MaxText.config import import_modules
-from MaxText.config.keys import Options
 from MaxText.config.schema import (
     SCHEMA_VERSION,
     Config,
@@ -81,7 +80,6 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
     """Returns the YAML lines of one key; long items take a line each."""
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""
-    value = value.as_dict() if isinstance(value, Options) else value
     if len(line) <= _LINE or not isinstance(value, tuple | list | dict):
         return [line + end]
     if isinstance(value, dict):

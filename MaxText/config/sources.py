@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,13 @@ from MaxText.config.maxtext_keys import (
     is_maxtext_default,
 )
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
-from MaxText.config.schema import SCHEMA_VERSION, all_keys, all_names, split_entry
+from MaxText.config.schema import (
+    SCHEMA_VERSION,
+    all_keys,
+    dotted,
+    named_sections,
+    settable_names,
+)
 from MaxText.errors import shorten
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -208,9 +214,9 @@ def _unreadable_argument(argument: str) -> ConfigIssue:
     location = ("command line",)
     name = argument.lstrip("-").replace("-", "_")
     is_option = argument.startswith("-")
-    if is_option and name in (*all_names(), *ALIASES):
+    if is_option and name in (*settable_names(), *ALIASES):
         return ConfigIssue(f"argument {argument!r} has no value: write {name}=VALUE", location)
-    nearest = nearest_fact(name, all_names(), "{}=...")
+    nearest = nearest_fact(name, settable_names(), "{}=...")
     if is_option and (reason := find_unsupported(name)):
         return ConfigIssue(f"argument {argument!r} is no key here: {reason.sentence}", location)
     if is_option:
@@ -252,9 +258,14 @@ def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> li
     return joined
 
 
+def variable_of(name: str) -> str:
+    """Returns the environment variable that sets a key: M_STEPS, M_ADAFACTOR__MOMENTUM."""
+    return f"M_{name.upper().replace('.', '__')}"
+
+
 def _read_environment(result: CollectedSettings) -> list[Setting]:
     """Returns the settings of variables M_<KEY>; warns of other variables of that form."""
-    by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
+    by_variable = {variable_of(name): name for name in (*settable_names(), *ALIASES)}
     settings = []
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith("M_"):
@@ -265,8 +276,8 @@ def _read_environment(result: CollectedSettings) -> list[Setting]:
         elif reason := UNSUPPORTED.get(variable[2:].lower()):
             result.notices.append(f"warning: {variable} has no effect: {reason.sentence}")
         elif close := close_matches(variable[2:], all_keys(), count=1):
-            name = f"M_{close[0].upper()}"
-            result.notices.append(f"warning: {variable} has no effect; did you mean {name}?")
+            meant = variable_of(close[0])
+            result.notices.append(f"warning: {variable} has no effect; did you mean {meant}?")
     return distinct(settings, result, last_wins=True)
 
 
@@ -480,7 +491,7 @@ def distinct(
     """
     result.problems += _single_output_norms(settings)
     by_name: dict[str, Setting] = {}
-    for written in settings:
+    for written in itertools.chain.from_iterable(map(_by_key, settings)):
         notices: list[str] = []
         setting = _under_our_name(written, notices)
         if written.origin.source is not Source.SAVED_CONFIG:  # which names nobody typed
@@ -488,9 +499,6 @@ def distinct(
         if setting is None:
             continue
         name = setting.name
-        key, entry = split_entry(name)
-        if entry:
-            setting = dataclasses.replace(setting, name=key, value={entry: setting.value})
         earlier = by_name.get(name)
         if earlier is not None and earlier.value != setting.value:
             if not last_wins:
@@ -503,6 +511,18 @@ def distinct(
             )
         by_name[name] = setting
     return list(by_name.values())
+
+
+def _by_key(setting: Setting) -> Iterator[Setting]:
+    """Yields a setting, or those of its keys if it is a mapping for a named section."""
+    if setting.name not in named_sections() or not isinstance(setting.value, Mapping):
+        yield setting
+        return
+    for name, value in dotted({setting.name: setting.value}).items():
+        origin = dataclasses.replace(setting.origin, raw=values.to_yaml(value))
+        if origin.source is Source.ENVIRONMENT:
+            origin = dataclasses.replace(origin, note=f"{origin.note}, {name}")
+        yield Setting(name=name, value=value, origin=origin, written=name)
 
 
 def _single_output_norms(settings: Sequence[Setting]) -> list[ConfigIssue]:
@@ -538,7 +558,7 @@ def _under_our_name(setting: Setting, notices: list[str]) -> Setting | None:
       notices: Gets what users should know of the difference.
 
     Returns:
-      The setting, whose name may be key.entry; None if nothing has to be set here.
+      The setting; None if nothing has to be set here.
     """
     name = ALIASES.get(setting.name, setting.name)
     value = setting.value

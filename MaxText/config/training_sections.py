@@ -6,15 +6,14 @@ from MaxText.config.keys import (
     Count,
     CountOrAuto,
     Fraction,
+    NamedSection,
     Natural,
     NonNegative,
-    Options,
     OtherThan,
     Positive,
     Section,
     Share,
     key,
-    options,
 )
 from MaxText.config.part_sections import OptimizerParts
 from MaxText.config.registry import Name
@@ -81,8 +80,13 @@ class BatchConfig(Section):
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
 
 
-class AdafactorOptions(Options):
+_ADAFACTOR = {"opt_type": "adafactor"}
+
+
+class AdafactorConfig(NamedSection):
     """Settings of Adafactor (Shazeer and Stern 2018)."""
+
+    ONLY_IF = _ADAFACTOR
 
     decay_exponent: Positive = key(0.8, "Step t keeps 1 - t^-exponent of the second moment.")
     epsilon_gradient: NonNegative = key(1e-30)
@@ -128,15 +132,17 @@ class OptimizerConfig(Section):
     muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
     nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", "muon"]})
-    adafactor: AdafactorOptions = options(AdafactorOptions, only_if={"opt_type": "adafactor"})
+    adafactor: AdafactorConfig = AdafactorConfig()
     gradient_clipping_threshold: NonNegative = key(1.0, "Gradient clipping threshold; 0 disables.")
     gradient_clipping_type: Literal["global_norm", "value"] = key("global_norm")
     """Clip by the global norm or each element by value."""
     parts: OptimizerParts = OptimizerParts()
 
 
-class LearningRateDecay(Options):
+class LearningRateDecayConfig(NamedSection):
     """Form of the decay."""
+
+    ONLY_IF = _DECAYING
 
     power: Positive = key(1.0, only_if={"lr_schedule_type": "polynomial"})
     """Exponent of the polynomial decay, (1 - fraction done)^power."""
@@ -163,7 +169,7 @@ class ScheduleConfig(Section):
     """Warm-up steps; -1 uses warmup_steps_fraction."""
     learning_rate_final_fraction: Share = key(0.1, only_if=_DECAYING)
     """Final learning rate as a fraction of the peak."""
-    learning_rate_decay: LearningRateDecay = options(LearningRateDecay, only_if=_DECAYING)
+    learning_rate_decay: LearningRateDecayConfig = LearningRateDecayConfig()
     wsd_decay_steps_fraction: Share = key(0.1, only_if={"lr_schedule_type": "wsd"})
     """Fraction of the schedule spent on decay."""
 
@@ -281,7 +287,7 @@ GrowthMode = Literal["function_preserving", "random", "zero"]
 _GROWS = {"load_parameters_path": OtherThan(("",))}
 
 
-class GrowthOptions(Options):
+class GrowthConfig(NamedSection):
     """Growth of load_parameters_path. A grown run resumes without it."""
 
     mode: GrowthMode = key("function_preserving", only_if=_GROWS)
@@ -303,8 +309,10 @@ class GrowthOptions(Options):
     """Allow a model with fewer slots or layers, and drop the rest."""
 
 
-class CheckpointStorage(Options):
+class CheckpointStorageConfig(NamedSection):
     """Orbax's format of checkpoints, and its requests to storage."""
+
+    ONLY_IF = "enable_checkpointing"
 
     use_ocdbt: bool = key(True, "Save arrays together (OCDBT), not in a folder each.")
     use_zarr3: bool = key(False, "Save in version 3 of Zarr, not 2; both are restored.")
@@ -340,10 +348,8 @@ class CheckpointingConfig(Section):
     (docs/how-to/train_and_grow_tokenformer.md)."""
     load_full_state_path: str = key("")
     """Start from the parameters, optimizer state and step of another run."""
-    growth: GrowthOptions = options(GrowthOptions)
-    checkpoint_storage: CheckpointStorage = options(
-        CheckpointStorage, only_if="enable_checkpointing"
-    )
+    growth: GrowthConfig = GrowthConfig()
+    checkpoint_storage: CheckpointStorageConfig = CheckpointStorageConfig()
 
 
 class EvaluationConfig(Section):
@@ -360,8 +366,10 @@ class EvaluationConfig(Section):
     """Stop when the evaluation loss is below this; 0 disables."""
 
 
-class WandbOptions(Options):
+class WandbConfig(NamedSection):
     """The run in Weights & Biases."""
+
+    ONLY_IF = "enable_wandb"
 
     project: str = key("maxtext", "W&B project of the run.")
     entity: str = key("", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.")
@@ -370,8 +378,13 @@ class WandbOptions(Options):
     $WANDB_MODE is not read."""
 
 
-class ProfilerWindow(Options):
+_PROFILING = {"profiler": "xplane"}
+
+
+class ProfilerWindowConfig(NamedSection):
     """Profiled steps."""
+
+    ONLY_IF = _PROFILING
 
     skip: Natural = key(1, "Steps before the profile starts.")
     steps: Count = key(5, "Steps in the profile.")
@@ -391,20 +404,22 @@ class MonitoringConfig(Section):
     """Also log the norm of each layer's gradients and of its parameters."""
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
-    wandb: WandbOptions = options(WandbOptions, only_if="enable_wandb")
+    wandb: WandbConfig = WandbConfig()
     metrics_file: str = key("")
     """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
     file; a repeated step then appears twice."""
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a profile of some steps for TensorBoard.")
-    profiler_window: ProfilerWindow = options(ProfilerWindow, only_if={"profiler": "xplane"})
+    profiler_window: ProfilerWindowConfig = ProfilerWindowConfig()
 
 
 _SKIPPING = {"skip_step_on_spikes": True}
 
 
-class RollbackOptions(Options):
+class RollbackConfig(NamedSection):
     """Triggers and limits of rollbacks to the last healthy state."""
+
+    ONLY_IF = _SKIPPING
 
     after_skips: Natural = key(16)
     """Skipped steps within the last skip_step_interval that trigger a rollback, excluding the data
@@ -433,7 +448,7 @@ class GuardConfig(Section):
     """Deviations above the median at which a step is skipped. A deviation is 1.4826 times the
     median absolute deviation. It is at least 3 % of the median loss (or of 1 nat, if that is more)
     or half the median norm."""
-    rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
+    rollback: RollbackConfig = RollbackConfig()
     healthy_after_steps: Natural = key(10, unit="updates")
     """Consecutive accepted steps after a checkpoint that make it healthy. Rollbacks restore the
     newest healthy checkpoint, which is never deleted."""
@@ -454,8 +469,10 @@ _COMPOSITE = _FILTERED | {_STRATEGY: ["composite"]}
 _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
 
 
-class FilterOptions(Options):
+class DecodeFiltersConfig(NamedSection):
     """Further filters of the next token."""
+
+    ONLY_IF = _COMPOSITE
 
     min_p: Share = key(0.0)
     """Keep tokens with at least this fraction of the highest probability; 0 disables."""
@@ -486,7 +503,7 @@ class DecodingConfig(Section):
     """Keep the k most likely tokens; 0 disables."""
     decode_sampling_nucleus_p: float = key(1.0, gt=0, le=1, only_if=_NUCLEUS)
     """Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables."""
-    decode_filters: FilterOptions = options(FilterOptions, only_if=_COMPOSITE)
+    decode_filters: DecodeFiltersConfig = DecodeFiltersConfig()
     repetition_penalty: float = key(1.0, gt=0, le=1e6)
     """Divide positive logits of tokens already in the text by this, and multiply negative ones."""
     decode_stop_strings: tuple[str, ...] = key((), "Stop strings; they are not part of the output.")
@@ -498,7 +515,7 @@ class DecodingConfig(Section):
     """Expected text; any other ends with exit code 1. For tests."""
 
 
-class TaskFiles(Options):
+class TaskFilesConfig(NamedSection):
     """Files of the tasks."""
 
     lambada: str = key("")
@@ -506,7 +523,7 @@ class TaskFiles(Options):
     wikitext: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
 
 
-class HarnessOptions(Options):
+class HarnessConfig(NamedSection):
     """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
 
     tasks: tuple[str, ...] = key((), "Tasks to run.")
@@ -524,6 +541,5 @@ class ScoringConfig(Section):
     """Output file for results (JSON). Empty: eval/<step>.json in the run, or the terminal only."""
     eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(())
     """Tasks to score, read from task_files."""
-    task_files: TaskFiles = options(TaskFiles)
-    harness: HarnessOptions = key(HarnessOptions())
-    """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
+    task_files: TaskFilesConfig = TaskFilesConfig()
+    harness: HarnessConfig = HarnessConfig()

@@ -6,12 +6,26 @@ are always strings.
 """
 
 import contextlib
+import functools
+import itertools
 import math
 import re
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
+from pydantic import (
+    AllowInfNan,
+    BeforeValidator,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic.fields import FieldInfo
 
 from MaxText.errors import shorten
 
@@ -19,7 +33,6 @@ _NULL = {"none", "null", "~", ""}
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 _SIMPLE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # No key needs more; bounds also end YAML aliases that refer to themselves, or to lists of aliases
 # whose expansion has no end that anybody would wait for.
 _MAX_DEPTH = 4
@@ -32,6 +45,8 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What the widest integer format holds. No key counts further, and arithmetic with more digits
 # leaves what floats can hold.
 _LARGEST_INTEGER = 2**63 - 1
+# Of the wrong items of one list that a message has.
+_MAX_REASONS = 3
 _YAML_TAG = "tag:yaml.org,2002:"
 # Tags that YAML gives to nodes without a tag; the last two are of `<<` and `=`.
 _PLAIN_TAGS = {
@@ -138,104 +153,181 @@ def from_text(text: str) -> Any:
     return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else UntypedScalar(text)
 
 
-def convert(value: Any, annotation: Any) -> Any:
-    """Returns a value in a type.
+def convert(value: Any, annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
+    """Returns a value in a type, converted and checked by pydantic.
 
     Args:
       value: What `from_node` or `from_text` returned, or a Python value.
-      annotation: bool, int, float, str, or a union, Literal or tuple of these.
+      annotation: A type, also one with constraints: `Annotated[int, Field(ge=1)]`.
+      constraints: Further ones, for example those of a pydantic field: `FieldInfo.metadata`.
 
     Raises:
-      InvalidValueError: the value does not fit the type.
+      InvalidValueError: the value does not fit the type. Its message has all wrong items of a list.
     """
-    origin = get_origin(annotation)
+    try:
+        return _adapter(annotation, constraints).validate_python(value)
+    except ValidationError as error:
+        reasons = list(dict.fromkeys(map(_reason, error.errors(include_url=False))))
+    if len(reasons) > _MAX_REASONS:
+        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS:,} more"]
+    raise InvalidValueError("; ".join(reasons))
+
+
+# pydantic's type of an error -> what completes the sentence that begins with the value.
+_REASONS = {
+    "bool_type": "is not true or false",
+    "int_type": "is not an integer",
+    "float_type": "is not a finite number",
+    "finite_number": "is not a finite number",
+    "string_type": "is not text",
+    "string_unicode": "is not UTF-8 text without NUL",
+    "literal_error": "is not among the choices",
+    "tuple_type": "is not a list; lists are written [a,b]",
+    "missing": "has too few parts",
+    "too_long": "has too many parts",
+    "greater_than_equal": "is not >= {ge}",
+    "greater_than": "is not > {gt}",
+    "less_than_equal": "is not <= {le}",
+    "less_than": "is not < {lt}",
+    "value_error": "{error}",  # a ValueError of a validator, below or of a user's part
+}
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Returns an error of pydantic in our words, beginning with the value.
+
+    Args:
+      error: One of `ValidationError.errors()`: its type, the input and the context.
+    """
+    details = {
+        name: format_bound(detail) if isinstance(detail, float) else detail
+        for name, detail in error.get("ctx", {}).items()
+    }
+    reason = _REASONS.get(error["type"], "is refused: {message}")
+    return f"{format_value(error['input'])} {reason.format(**details, message=error['msg'])}"
+
+
+@functools.cache
+def _adapter(annotation: Any, constraints: tuple[Any, ...]) -> TypeAdapter[Any]:
+    """Returns the validator of a type.
+
+    One takes 0.2 ms to make. Keys of the same type share it, and a type of which no key is set has
+    none.
+    """
+    return TypeAdapter(_readable(annotation, constraints))
+
+
+def _readable(annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
+    """Returns a type with validators that read YAML's untyped scalars before pydantic checks it.
+
+    bool, int, float, str and tuple are strict: the readers alone decide which text is a number. To
+    other types, which only users' parts have, pydantic's conversion of text applies.
+
+    Args:
+      annotation: As of `convert`. Types within it get readers as well.
+      constraints: As of `convert`. Of a union they hold for each alternative but null.
+    """
+    if annotation in (Ellipsis, types.NoneType):
+        return annotation
+    field = FieldInfo.from_annotation(annotation)
+    kind: Any = field.annotation
+    constraints = (*field.metadata, *constraints)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin in (Union, types.UnionType):
-        return _convert_union(value, get_args(annotation))
+        alternatives = tuple(_readable(part, constraints) for part in parts)
+        return Annotated[Union[alternatives], *_union_readers(kind)]  # noqa: UP007
     if origin is Literal:
-        return _convert_choice(value, get_args(annotation))
-    if origin is tuple:
-        return _convert_list(value, get_args(annotation))
-    return _SCALARS[annotation](value)
+        readers = (BeforeValidator(functools.partial(_read_choice, choices=parts)),)
+    elif origin is tuple:
+        kind = tuple[tuple(map(_readable, parts))]
+        readers = (Strict(), BeforeValidator(_read_list))
+    else:
+        readers = _READERS.get(kind, (BeforeValidator(_read_other),))
+    return Annotated[kind, *constraints, *readers]
 
 
-def _convert_union(value: Any, parts: tuple[Any, ...]) -> Any:
-    if type(None) in parts and is_null(value):
-        return None
-    for part in parts:
-        if part is not type(None):
-            with contextlib.suppress(InvalidValueError):
-                return convert(value, part)
-    raise InvalidValueError(f"{format_value(value)} is not {type_name(Union[parts])}")  # noqa: UP007
+def _union_readers(union: Any) -> tuple[Any, ...]:
+    """Returns the validators of a union: the first alternative that fits counts."""
+    parts = get_args(union)
+    readers: list[Any] = []
+    if len([part for part in parts if part is not types.NoneType]) > 1:
+        expected = type_name(union)
+        readers.append(Field(union_mode="left_to_right"))
+        readers.append(WrapValidator(functools.partial(_with_one_error, expected=expected)))
+    if types.NoneType in parts:
+        readers.append(BeforeValidator(lambda value: None if is_null(value) else value))
+    return tuple(readers)
 
 
-def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
+def _with_one_error(value: Any, validate: ValidatorFunctionWrapHandler, *, expected: str) -> Any:
+    """Validates a value of a union; an error names all alternatives, not what each lacks."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError(f"is not {expected}") from None
+
+
+def _read_choice(value: Any, *, choices: tuple[Any, ...]) -> Any:
+    """Returns a choice as plain text. Null is the choice that stands for nothing."""
     if is_null(value):
-        value = next((nothing for nothing in ("none", "") if nothing in choices), value)
-    if isinstance(value, str) and value in choices:
-        return str(value)
-    raise InvalidValueError(f"{format_value(value)} is not among the choices")
+        return next((nothing for nothing in ("none", "") if nothing in choices), value)
+    return str(value) if isinstance(value, str) else value
 
 
-def _convert_list(value: Any, parts: tuple[Any, ...]) -> Any:
-    if is_null(value) or (isinstance(value, str) and not value):
-        value = []
-    if not isinstance(value, list | tuple):
-        raise InvalidValueError(f"{format_value(value)} is not a list; lists are written [a,b]")
-    if len(parts) == 2 and parts[1] is Ellipsis:
-        return tuple(convert(item, parts[0]) for item in value)
-    if len(value) != len(parts):
-        raise InvalidValueError(f"{format_value(value)} has {len(value)} parts, not {len(parts)}")
-    return tuple(convert(item, part) for item, part in zip(value, parts, strict=True))
+def _read_list(value: Any) -> Any:
+    """Returns a list as a tuple. Null and the empty text are the empty list."""
+    if is_null(value) or value == "":
+        return ()
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
+def _read_bool(value: Any) -> Any:
     if isinstance(value, UntypedScalar) and value.lower() in _TRUE | _FALSE:
         return value.lower() in _TRUE
-    raise InvalidValueError(f"{format_value(value)} is not true or false")
+    return value
 
 
-def _number(value: Any) -> float | int | None:
+def _read_int(value: Any) -> Any:
+    """Returns the integer that a text or a float is, such as 1_000, 1e3 or 3.0."""
+    number = _read_float(value)
     if isinstance(value, UntypedScalar):
-        for read in (int, float):
-            with contextlib.suppress(ValueError):
-                return read(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        with contextlib.suppress(ValueError):
+            number = int(value)
+    if isinstance(number, float):
+        number = int(number) if number.is_integer() else value
+    if isinstance(number, int) and abs(number) > _LARGEST_INTEGER:
+        raise ValueError("is beyond integers of 64 bits")
+    return number
 
 
-def _to_int(value: Any) -> int:
-    number = _number(value)
-    # isfinite() fails for an int of a thousand digits.
-    is_integer = isinstance(number, int) or (number is not None and number.is_integer())
-    if number is None or not is_integer:
-        raise InvalidValueError(f"{format_value(value)} is not an integer")
-    if abs(number) > _LARGEST_INTEGER:
-        raise InvalidValueError(f"{format_value(value)} is beyond integers of 64 bits")
-    return int(number)
+def _read_float(value: Any) -> Any:
+    if isinstance(value, UntypedScalar):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            # Messages show what is not finite as it was written.
+            return number if math.isfinite(number) else value
+    return value
 
 
-def _to_float(value: Any) -> float:
-    number = _number(value)
-    with contextlib.suppress(OverflowError):
-        if number is not None and math.isfinite(number):
-            return float(number)
-    raise InvalidValueError(f"{format_value(value)} is not a finite number")
+def _read_str(value: Any) -> Any:
+    """Returns text. Null is the empty text."""
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(_REASONS["string_unicode"])
+    return "" if is_null(value) else value
 
 
-def _to_str(value: Any) -> str:
-    if is_null(value):
-        return ""
-    if not isinstance(value, str):
-        raise InvalidValueError(f"{format_value(value)} is not text")
-    # Half of a surrogate pair stands for a byte that is not UTF-8; it can be neither printed nor
-    # stored. No system has a NUL in a name.
-    if "\0" in value or _HALF_PAIR.search(value):
-        raise InvalidValueError(f"{value!a} is not UTF-8 text without NUL")
-    return str(value)
+def _read_other(value: Any) -> Any:
+    """Returns text without its mark, which would reach a key of type Any."""
+    return str(value) if isinstance(value, UntypedScalar) else value
 
 
-_SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str}
+_READERS = {
+    bool: (Strict(), BeforeValidator(_read_bool)),
+    int: (Strict(), BeforeValidator(_read_int)),
+    float: (Strict(), AllowInfNan(False), BeforeValidator(_read_float)),
+    str: (Strict(), BeforeValidator(_read_str)),
+}
 
 
 def is_null(value: Any) -> bool:
@@ -243,20 +335,71 @@ def is_null(value: Any) -> bool:
     return value is None or (isinstance(value, UntypedScalar) and value.lower() in _NULL)
 
 
-def type_name(annotation: Any) -> str:
-    """Returns a type in words, for example "an integer or null"."""
+def type_name(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+    """Returns a type in words, for example "an integer or null, >= 1".
+
+    Args:
+      annotation: As of `convert`.
+      constraints: As of `convert`.
+    """
+    if get_origin(annotation) is Annotated:
+        field = FieldInfo.from_annotation(annotation)
+        return type_name(field.annotation, (*field.metadata, *constraints))
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(type_name(part) for part in parts)
+        # Count | None is "an integer or null, >= 1".
+        fields = [FieldInfo.from_annotation(part) for part in parts]
+        name = " or ".join(type_name(field.annotation) for field in fields)
+        constraints = (*constraints, *itertools.chain(*(field.metadata for field in fields)))
+    else:
+        name = _plain_type_name(annotation, origin, parts)
+    bounds = bounds_text(constraints)
+    return f"{name}, {bounds}" if bounds else name
+
+
+def _plain_type_name(annotation: Any, origin: Any, parts: tuple[Any, ...]) -> str:
+    """Returns a type that is no union in words, without bounds."""
     if origin is Literal:
         return "one of " + ", ".join(choice or '"" (empty)' for choice in parts)
     if origin is tuple and len(parts) == 2 and parts[1] is Ellipsis:
         return f"a list [...], each: {type_name(parts[0])}"
     if origin is tuple:
         return "[" + ", ".join(type_name(part) for part in parts) + "]"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-    return names.get(annotation, "null")
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        types.NoneType: "null",
+    }
+    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+# pydantic's name of a bound -> its sign.
+_BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "ne": "other than"}
+
+
+def bounds_of(constraints: Iterable[Any]) -> tuple[tuple[str, float], ...]:
+    """Returns pairs of "ge", "gt", "le", "lt" or "ne" and a number."""
+    return tuple(
+        (kind, getattr(constraint, kind))
+        for constraint in constraints
+        for kind in _BOUND_SIGNS
+        if hasattr(constraint, kind)
+    )
+
+
+def bounds_text(constraints: Iterable[Any]) -> str:
+    """Returns bounds in words, for example ">= 0 and < 1"; empty without bounds."""
+    return " and ".join(
+        f"{_BOUND_SIGNS[kind]} {format_bound(bound)}" for kind, bound in bounds_of(constraints)
+    )
+
+
+def format_bound(bound: float) -> str:
+    """Returns a number for messages: 1 for 1.0."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def format_value(value: Any) -> str:

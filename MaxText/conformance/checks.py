@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from MaxText.conformance import model_checks, source_checks, training_checks
+from MaxText.errors import first_line, raising_line
 
 
 class Check(NamedTuple):
@@ -110,9 +111,34 @@ SOURCE_CHECKS = (
 )
 
 
-def find_problem(check: Check, subject: Any) -> str | None:
-    """Returns the problem of a subject; an exception counts as one."""
+class Problem(NamedTuple):
+    """A violation that a check has found.
+
+    Attributes:
+      description: What is wrong.
+      remedy: What to do about it.
+    """
+
+    description: str
+    remedy: str
+
+
+def find_problem(check: Check, subject: Any, file: str = "") -> Problem | None:
+    """Returns the problem of a subject; an exception counts as one.
+
+    An exception does not come from what the check is about: most checks run the same program. So
+    its remedy names the line that raised it, and not that of the check.
+
+    Args:
+      check: The check to run.
+      subject: The model with the part, or a SourceSubject.
+      file: Path of the source file of the part.
+    """
     try:
-        return check.problem(subject)
+        description = check.problem(subject)
     except Exception as error:  # a part can raise anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return Problem(
+            description=f"{type(error).__name__}: {first_line(error)}",
+            remedy=f"raised at {raising_line(error, file)}, before anything was compared",
+        )
+    return None if description is None else Problem(description, check.remedy)

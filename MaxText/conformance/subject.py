@@ -17,7 +17,9 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
-from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.parallelism.mesh import make_sharding_plan
+from MaxText.training.model_objective import FrozenParams, read_frozen_params
+from MaxText.training.objective import loss_sums, loss_totals
 
 LENGTH = 12
 
@@ -95,6 +97,12 @@ class Subject:
         return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
 
     @functools.cached_property
+    def frozen(self) -> FrozenParams:
+        """The parameters that the objective reads and does not train, on one device."""
+        sharding = make_sharding_plan(self.config.mesh, jax.devices()[:1])
+        return read_frozen_params(self.models[0].config, sharding)
+
+    @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The traced program; tracing counts operations without compiling."""
         return jax.jit(self._program).trace(self.models[0].abstract)
@@ -123,9 +131,14 @@ class Subject:
     def loss(self, params: Params, model: Model, batch: Batch) -> jax.Array:
         """Returns the mean loss of a batch in training, which is what training minimizes."""
         sums = loss_sums(
-            model.merge(params), batch, model.config.objective, self.key, training=True
+            model.merge(params),
+            batch,
+            model.config.objective,
+            self.key,
+            training=True,
+            frozen=self.frozen,
         )
-        return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
+        return sum(sums.means(loss_totals(model, batch)).values())  # type: ignore
 
     def _program(self, params: Params) -> Any:
         """Returns both models' losses with gradients, logits of `variants`, and decoded logits."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from MaxText.config import import_modules, values
 from MaxText.config.loading import load
-from MaxText.config.schema import flatten
+from MaxText.config.schema import dotted, flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
@@ -78,8 +78,8 @@ def _open(request: ConvertArgs, log: Log) -> _Source:
     """Opens the source without reading its weights; UserError if that is impossible."""
     if request.source_kind == "hf":
         folder = resolve_hf_path(request.source, "from")
-        config = {name: values.from_text(text) for name, text in request.keys.items()}
-        weights = HFWeights(folder, config)
+        user_keys = {name: values.from_text(text) for name, text in request.keys.items()}
+        weights = HFWeights(folder, dotted(user_keys))
         for note in weights.notes:
             log(note)
         if request.verify:

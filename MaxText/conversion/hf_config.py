@@ -4,14 +4,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from MaxText.config import values as typed_values
+from MaxText.config.keys import Count
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import KINDS, Registration, registration
-from MaxText.config.schema import Config, Key, all_keys, flatten, split_entry, with_entries
+from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
 from MaxText.conversion import layer_table, rotary_config
 from MaxText.conversion.families import FAMILIES
-from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family, evaluate
+from MaxText.conversion.family import (
+    OMITTED,
+    REQUESTED_LENGTH,
+    REQUIRED,
+    ConfigMapping,
+    Family,
+    evaluate,
+)
 from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
@@ -70,7 +78,7 @@ def config_from_hf(
       UserError: With all values that cannot be imported.
     """
     stored = config
-    config = _flattened(config, family, source)
+    config = family.read_config(_flattened(config, family, source))
     requested_length = str(user_keys.get("max_target_length", ""))
     if requested_length.isdecimal():
         config[REQUESTED_LENGTH] = int(requested_length)
@@ -83,9 +91,11 @@ def config_from_hf(
     kinds = _kinds_of_layers(family, config, problems)
     keys_by_kind = {name: dict(kinds_keys) for name, kinds_keys in kinds.keys_by_name.items()}
     for setting in family.settings:
-        targets = [keys] if not setting.kinds else [
-            keys_by_kind[name] for name in setting.kinds if name in keys_by_kind
-        ]
+        targets = (
+            [keys]
+            if not setting.kinds
+            else [keys_by_kind[name] for name in setting.kinds if name in keys_by_kind]
+        )
         if not any(_is_relevant(setting, keys | target) for target in targets):
             continue
         value, is_default = _value_of(setting, config)
@@ -166,6 +176,7 @@ def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str
         raise UserError(
             f"{source}: config.json: {_MAXTEXT_OBJECT}={part_keys} is not a JSON object."
         )
+    part_keys = dotted(part_keys)
     for name in part_keys:
         if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
             raise UserError(
@@ -192,18 +203,16 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
         only = " cannot be"
         if supported_values:
             only = f": only {' or '.join(supported_values)} can be"
-        return f"{name}={value}{only} imported. {setting.hint}".rstrip()
+        shown = "null" if value is None else value
+        return f"{name}={shown}{only} imported. {setting.hint}".rstrip()
     is_converted = setting.values is not None or setting.read is not None
     for key in () if is_converted else [all_keys()[key_name] for key_name in setting.keys]:
         try:
-            number = typed_values.convert(value, key.annotation)
+            if key.annotation is int:  # -1 means "computed" for some of our keys only
+                typed_values.convert(value, Count)
+            key.convert(value)
         except typed_values.InvalidValueError as error:
             return f"{name}: {error}"
-        # -1 means "computed" for some of our keys only.
-        if key.annotation is int and number < 1:
-            return f"{name}={number} is not >= 1"
-        if key.violates_bounds(number):
-            return f"{name}={number} is not {key.bounds_text}"
     computed_value = evaluate(setting.default, config) if setting.is_computed else REQUIRED
     if computed_value not in (value, REQUIRED):
         return f"{name}={value} contradicts the other keys, which give {computed_value}"
@@ -241,16 +250,12 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
       names: The keys to look at, with their values.
     """
     schema = all_keys()
-
-    def is_read(name: str) -> bool:
-        name, entry = split_entry(name)
-        if name not in schema:
-            return True
-        key = schema[name]
-        entry_key = key.entries.get(entry)  # a configuration refuses unknown ones
-        return _has_effect(key, values) and (entry_key is None or _has_effect(entry_key, values))
-
-    return {name: value for name, value in names.items() if is_read(name)}
+    return {
+        name: value
+        for name, value in names.items()
+        # a configuration refuses unknown ones
+        if name not in schema or _has_effect(schema[name], values)
+    }
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
@@ -293,7 +298,11 @@ def find_family(config: Config, requested: str, imported_as: Family | None = Non
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[requested]] if requested else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
-    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
+    block = config.model.shape.decoder_block
+    nearest = min(
+        mismatches,
+        key=lambda name: (len(mismatches[name]), FAMILIES[name].decoder_block != block),
+    )
     lines = mismatches[nearest]
     if not lines:
         return FAMILIES[nearest]
@@ -332,8 +341,8 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in other_parts):
         return {}
     names = {KINDS[part.kind] for part in naming_parts}
-    names.update(*(part.keys.model_fields for part in naming_parts if part.keys))
-    of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
+    names.update(*(part.keys().values_by_key() for part in naming_parts if part.keys))
+    of_letters = {name for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
     return {name: value for name, value in flatten(config).items() if name in names}
@@ -354,6 +363,11 @@ def _mismatches(family: Family, config: Config) -> list[str]:
     own_keys = part_keys(family, config)
     differences = [line for view in views for line in _part_differences(family, view, own_keys)]
     differences += [line for view in views for line in _setting_differences(family, view, written)]
+    if family.layers is not None and all(view.kind is not None for view in views):
+        try:
+            family.layers.write(_kind_names(family.layers, config))
+        except LayerTableError as error:
+            differences.append(str(error))
     return list(dict.fromkeys(differences))
 
 
@@ -397,7 +411,8 @@ def _part_differences(family: Family, view: _View, own_keys: Mapping[str, Any]) 
       own_keys: Keys of parts that name their own tensors.
     """
     values = view.values
-    read_there = drop_unused_keys(values | family.parts, family.parts)
+    parts = family.parts_of(view.kind)
+    read_there = drop_unused_keys(values | parts, parts)
     differences = [
         f"{name}={_shown(values[name])}, not {_shown(family_value)}"
         for name, family_value in drop_unused_keys(values, read_there).items()
@@ -463,7 +478,7 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     """
     if layer is not None:
         config = config.model_copy(update={"model": layer.config})
-    values = with_entries(flatten(config))
+    values = flatten(config)
     model = config.model
     dimensions = model.shape.dimensions if layer is None else layer.dimensions
     pattention = model.pattention
@@ -508,11 +523,14 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     if family.layers is not None:
         result |= family.layers.write(_kind_names(family.layers, config))
     for setting, value in _written(family, views).items():
+        if value is OMITTED:
+            continue
         *objects, name = setting.split(".")
         target_object = result
         for object_name in objects:
             target_object = target_object.setdefault(object_name, {})
         target_object[name] = value
+    result = family.write_config(result)
     own_keys = part_keys(family, config)
     if own_keys:
         result[_MAXTEXT_OBJECT] = own_keys

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from MaxText.config import import_modules
+from MaxText.config.keys import CountOrAuto
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import option, read_options, whole_number
-from MaxText.config.schema import split_entry
+from MaxText.config.program_options import option, read_options
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, local_path
@@ -19,7 +19,7 @@ GROW = "grow"
 # Their checkpoints are given as maxtext:PATH.
 OTHER_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 # Entries of `growth` for training after growth.
-_OF_TRAINING = ("opt_state", "data", "existing_slots_lr_scale")
+_OF_TRAINING = ("growth.opt_state", "growth.data", "growth.existing_slots_lr_scale")
 # Options that only one kind of source or target has.
 _BELONG_TO = {
     "length": "to stablehlo",
@@ -42,12 +42,6 @@ def _bytes(text: str) -> int:
     if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
     return int(num_bytes)
-
-
-def _length(text: str) -> int:
-    if text == "-1":
-        return -1
-    return whole_number(1)(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,11 +81,9 @@ class ConvertOptions:
     tokenizer: str = option("", "Tokenizer to export; default: that of the run's data set.")
     query_scaling: str = option("", "Of MaxText checkpoints.", choices=("weights", "model"))
     export: str = option("", "Write the forward pass as one file.", choices=("stablehlo",))
-    length: int = option(
+    length: CountOrAuto = option(
         -1,
-        "Sequence length of export=stablehlo; default: max_target_length.",
-        read=_length,
-        accepts="an integer, >= 1, or -1 for the default",
+        "Sequence length of export=stablehlo; default (-1): max_target_length.",
         metavar="TOKENS",
     )
 
@@ -208,8 +200,7 @@ def _growth_problems(request: ConvertArgs) -> Iterator[str]:
     if request.verify:
         yield "--verify compares with transformers, which cannot grow models. Remove it."
     for name, text in request.keys.items():
-        key, entry = split_entry(ALIASES.get(name, name))
-        if key == "growth" and entry in _OF_TRAINING:
+        if ALIASES.get(name, name) in _OF_TRAINING:
             yield (
                 f"{name}={text} applies to the training that follows: pass it to train.py, with "
                 "load_parameters_path set to the smaller run."

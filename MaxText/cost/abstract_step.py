@@ -290,4 +290,4 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         "vocab_size": share("vocab", d.vocab_size),
         "layer_kinds": LayerKinds.of(letter_keys),
     }
-    return model_config.with_keys(sizes | model_sizes)
+    return model_config.with_values(sizes | model_sizes)

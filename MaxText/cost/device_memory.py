@@ -45,6 +45,8 @@ def check_memory_lower_bound(
         "optimizer state": bytes_on_device(setup.abstract_state) - parameters,
         "one activation of each token": tokens // num_devices // num_microbatches * width,
     }
+    if setup.abstract_frozen:
+        needed["frozen models"] = bytes_on_device(setup.abstract_frozen)
     sharing = jax.local_device_count() if device.platform == "cpu" else 1
     total = sharing * sum(needed.values())
     if limit is None or total <= limit:

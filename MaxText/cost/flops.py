@@ -6,6 +6,7 @@ activation functions are not. Per token and over all layers, forward:
     query, key, value    2 L D H (N + 2 K)
     attention scores     2 L N H S             q k^T
     attention values     2 L N H S             probabilities times v
+    attention gate       2 L D N H             with attention_output_gate
     attention output     2 L N H D
     feed-forward         2 L (A + 1) D F       A activations: 1 is plain, 2 is gated
     experts              2 L (A + 1) D F k     of k experts that a token visits
@@ -52,6 +53,8 @@ from MaxText.layers.feed_forward.moe import expert_capacity
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.part import Flops, Part
 from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.training.model_objective import objective_class
+from MaxText.training.objective import abstract_loss_sums
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _AGGREGATION = "depth aggregation"
@@ -59,6 +62,7 @@ _AGGREGATION = "depth aggregation"
 # rows of registered parts only come last.
 _BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
 _END = (
+    "attention gate",
     "attention output",
     "router",
     "feed-forward",
@@ -171,6 +175,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         sequence_length: T, on which products between tokens depend.
     """
     entries = list(_entries(model, sequence_length))
+    entries += _second_head_pass(model, entries)
     parameters_by_row: collections.Counter[str] = collections.Counter()
     for spec in model.parameters.values():
         parameters_by_row[spec.row] += spec.size
@@ -232,6 +237,22 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
                 yield entry
     yield from _declared("connections", lookup("connection", config.connection), head_layer, length)
     yield from _declared("head", head, head_layer, length)
+    objective = objective_class(config)
+    if objective is not None:
+        yield from _declared("objective", objective, head_layer, length)
+
+
+def _second_head_pass(model: Model, entries: Sequence[_WeightFlops]) -> Iterator[_WeightFlops]:
+    """Yields the FLOPs of the head for a cross entropy that is reported and not minimized.
+
+    An objective that reads the model may return none, and then the head runs once more, without a
+    backward pass. The MFU rule does not count it.
+    """
+    if objective_class(model.config) is None or abstract_loss_sums(model).nats is None:
+        return
+    executed = sum(entry.flops.hardware_flops or 0.0 for entry in entries if entry.owner == "head")
+    flops = Flops(by_rule=0.0, hardware_flops=executed, backward=0)
+    yield _WeightFlops("objective", "lm_loss", flops)
 
 
 def _declared(
@@ -268,10 +289,12 @@ def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float |
         return None
     owners = ("layers", "connections") if policy == "full" else ()
     if config.objective.num_vocab_tiling > 1:
-        owners += ("head",)
+        owners += ("head", "objective")
     recomputed_flops = 0.0
     for entry in entries:
         recomputed_flops += entry.flops.recomputed
+        if entry.owner == "objective" and entry.is_declared:
+            continue  # an objective says itself what is recomputed, besides its weights
         if entry.owner in owners:
             recomputed_flops += (entry.flops.hardware_flops or 0.0) - entry.flops.kept
     return None if math.isnan(recomputed_flops) else recomputed_flops

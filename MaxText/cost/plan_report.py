@@ -70,6 +70,7 @@ def _memory(plan: JobPlan) -> str:
     if memory.fetched:
         rows.append(("offloaded moments", memory.fetched, "exact"))
     rows += [
+        *([("frozen models", memory.frozen, "exact")] if memory.frozen else []),
         ("batch", memory.batch, "exact"),
         ("gradients", memory.gradients, "exact; not all live at the peak of activations"),
         ("layer weights in compute dtype", memory.peak.between, ""),

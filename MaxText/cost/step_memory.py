@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -26,7 +25,8 @@ from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, ti
 from MaxText.layers.batch import batch_shapes
 from MaxText.parallelism.logical_sharding import Rules, axis_rules, split_axes
 from MaxText.parallelism.mesh import ShardingPlan
-from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.model_objective import abstract_frozen_params, frozen_models
+from MaxText.training.objective import loss_sums, loss_totals
 
 
 class LiveBuffer(NamedTuple):
@@ -65,6 +65,7 @@ class MemoryEstimate:
     # with the guard's state and the step counter, without what is offloaded to the host
     optimizer: float
     fetched: float  # offloaded optimizer state, on the device during the update
+    frozen: float  # parameters of the models that the objective does not train
     batch: float  # ids and weights of all microbatches
     gradients: float  # plus their sum if there are several microbatches
     # Loss and gradients of a microbatch, besides their arguments. `between` are scanned weights in
@@ -75,8 +76,8 @@ class MemoryEstimate:
 
     @property
     def state(self) -> float:
-        """Arguments of the step: parameters, optimizer state and batch."""
-        return self.parameters + self.optimizer + self.batch
+        """Arguments of the step: parameters, optimizer state, frozen models and batch."""
+        return self.parameters + self.optimizer + self.frozen + self.batch
 
     @property
     def total(self) -> float:
@@ -104,6 +105,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         parameters=parameters,
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
+        frozen=_frozen_bytes(program, size_of),
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
         gradients=parameters * (2 if program.num_microbatches > 1 else 1),  # and their sum
         peak=peak_memory(
@@ -123,7 +125,13 @@ def min_memory(program: Program) -> float:
     )
     stages = program.sharding.mesh.shape["stage"]
     layers = program.config.model.shape.dimensions.num_layers // stages
+    state_bytes += _frozen_bytes(program, size_of)
     return state_bytes + max(params, layers * program.state_bytes / program.num_hidden_parts)
+
+
+def _frozen_bytes(program: Program, size_of: SizeOf) -> float:
+    """Returns the bytes of the models that the objective does not train, on one device."""
+    return _bytes(abstract_frozen_params(program.model.config, program.sharding), size_of)
 
 
 def _size_of(platform: str) -> SizeOf:
@@ -191,11 +199,10 @@ def _trace(
     model = cached_model(config)
     objective = config.objective
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: Any, batch: Any, frozen: Any) -> jax.Array:
         key = jax.random.key(0) if config.is_random else None
-        sums = loss_sums(model.merge(params), batch, objective, key, training=True)
-        totals = jnp.maximum(jnp.sum(batch.loss_mask_BT), 1.0), num_tokens(batch)
-        return sum(sums.means(*totals).values())  # type: ignore[return-value]
+        sums = loss_sums(model.merge(params), batch, objective, key, training=True, frozen=frozen)
+        return sum(sums.means(loss_totals(model, batch)).values())  # type: ignore[return-value]
 
     hidden = size[1], config.shape.dimensions.emb_dim  # [..., T, D]
 
@@ -208,7 +215,9 @@ def _trace(
     sizes = [num_stages if axis == "stage" else 1 for axis in MESH_AXES]
     batch = batch_shapes(*size, with_documents=False)
     with axis_rules(Mesh(devices.reshape(sizes), MESH_AXES), rules):
-        closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
+        # At their whole sizes, also if the mesh divides their heads: an upper bound.
+        frozen = {name: x.model.abstract for name, x in frozen_models(config).items()}
+        closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch, frozen)
     program = traced(closed.jaxpr, weights=weights, size_of=size_of)
     if assumes_cudnn:
         # Traced in blocks, because cuDNN's kernel cannot be traced without a GPU.

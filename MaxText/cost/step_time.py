@@ -156,9 +156,12 @@ def _splash_keys(program: Program) -> float:
     config = program.local_model.config
     _, length = program.local_shape
     keys = total = 0.0
-    for window, (layer_config, d) in softmax_layers(config):
-        weight = d.num_query_heads * d.head_dim
-        keys += weight * average_keys_computed(layer_config.attention, length, window)
+    for mixer, (layer_config, dimensions) in softmax_layers(config):
+        if mixer.hooks():  # no kernel serves it
+            continue
+        heads = mixer.heads(dimensions)
+        weight = heads.num_query_heads * heads.key_width
+        keys += weight * average_keys_computed(mixer, layer_config.attention, length)
         total += weight
     return keys / max(total, 1)
 
@@ -179,14 +182,16 @@ def context_parallel_attention_flops(program: Program) -> float:
     flash = attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
-    for window, layer in softmax_layers(config):
-        per_key = 4 * layer.dimensions.num_query_heads * layer.dimensions.head_dim
-        keys = average_keys_computed(attention, program.length, window)
+    for mixer, layer in softmax_layers(config):
+        heads = mixer.heads(layer.dimensions)
+        per_key = 2 * heads.num_query_heads * (heads.key_width + heads.value_width)
+        keys = average_keys_computed(mixer, attention, program.length)
+        window = mixer.sliding_window(attention)
         if not (ring or flash):
             keys = program.length  # all keys, including those masked by windows
-        elif window is None and attention.causal and not balanced:
+        elif window is None and mixer.is_causal(attention) and not balanced:
             keys *= 2 - 1 / parts
-        missing_keys = keys - average_keys_computed(attention, traced_length, window)
+        missing_keys = keys - average_keys_computed(mixer, attention, traced_length)
         exceeding += per_key * max(missing_keys, 0.0)
     # Forward, twice backward; again what is not kept, the kernel's scores in any case.
     keeps_scores = config.memory.remat_policy in ("none", "minimal_with_context")
@@ -352,8 +357,10 @@ def _context_bytes(program: Program) -> float:
     attention = config.attention
     width = np.dtype(config.numerics.dtype).itemsize
     layers = softmax_layers(program.model_of_all_stages.config)
-    heads = sum(layer.dimensions.num_kv_heads * layer.dimensions.head_dim for _, layer in layers)
-    part = 2 * program.local_tokens * heads * float(width)
+    heads = [mixer.heads(layer.dimensions) for mixer, layer in layers]
+    key_size = sum(shape.num_key_heads * shape.key_width for shape in heads)
+    value_size = sum(shape.num_value_heads * shape.value_width for shape in heads)
+    part = (key_size + value_size) * program.local_tokens * float(width)
     other_parts = program.sharding.mesh.shape["context"] - 1
     forward = 2 if config.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":

@@ -15,7 +15,7 @@ import numpy as np
 from MaxText.config.schema import Config
 from MaxText.evaluation.scores import SourceScore, log_progress
 from MaxText.evaluation.text_bytes import TextBytes, TokenByteCounts
-from MaxText.evaluation.validation import sum_batches
+from MaxText.evaluation.validation import ObjectiveTotals, objective_sums, sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
@@ -24,7 +24,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
 from MaxText.parallelism import mesh
-from MaxText.training.objective import is_in_nats, loss_sums
+from MaxText.training.model_objective import FrozenParams, read_frozen_params
 
 
 def _score_step(
@@ -32,28 +32,30 @@ def _score_step(
     params: Params,
     batch: Batch,
     byte_counts: TokenByteCounts,
+    frozen: FrozenParams,
     *,
     count_correct: bool,
 ) -> dict[str, jax.Array]:
-    """Sums nats (float32), targets and their bytes (int32) of a batch.
+    """Sums losses (float32), targets and their bytes (int32) of a batch.
 
-    With `count_correct` also argmax hits, as `correct`.
+    Args:
+      model: With its objective.
+      params: Its parameters.
+      batch: Arrays [B, T].
+      byte_counts: UTF-8 bytes of each id.
+      frozen: Parameters of the models that the objective reads and does not train.
+      count_correct: Whether to count the targets that are the argmax, too.
     """
-    objective = model.config.objective
-    sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
+    sums = objective_sums(model, params, batch, frozen=frozen, count_correct=count_correct)
     counts_V, has_dummy_prefix_V = byte_counts
     bytes_BT = counts_V[batch.targets_BT]
     # A text that follows a control id begins with a space that the tokenizer added.
     added_spaces_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
     is_target_BT = batch.loss_mask_BT > 0
-    outputs = {
-        "nats": sums.in_nats,
+    return sums | {
         "targets": jnp.sum(is_target_BT, dtype=jnp.int32),
         "bytes": jnp.sum(jnp.where(is_target_BT, bytes_BT - added_spaces_BT, 0), dtype=jnp.int32),
     }
-    if sums.correct is not None:
-        outputs["correct"] = sums.correct.astype(jnp.int32)
-    return outputs
 
 
 def score_data_set(
@@ -86,6 +88,7 @@ class _CompiledScoreStep:
 
     Attributes:
       compile_seconds: Time spent on compilation, which scores do not include.
+      frozen: Parameters of the models that the objective reads and does not train.
     """
 
     def __init__(self, trained: TrainedModel, batch_size: int, *, count_correct: bool):
@@ -94,6 +97,7 @@ class _CompiledScoreStep:
         self.batch_size = batch_size
         self.count_correct = count_correct
         self.compile_seconds = 0.0
+        self.frozen = read_frozen_params(trained.model.config, trained.sharding)
         # jit of a method of the mesh passes positional arguments only.
         score_step = functools.partial(_score_step, trained.model, count_correct=count_correct)
         self._step = trained.sharding.jit(score_step)
@@ -107,10 +111,10 @@ class _CompiledScoreStep:
         if structure not in self._compiled:
             compile_start = time.perf_counter()
             self._compiled[structure] = self._step.lower(
-                params, device_batch, byte_counts
+                params, device_batch, byte_counts, self.frozen
             ).compile()
             self.compile_seconds += time.perf_counter() - compile_start
-        return self._compiled[structure](params, device_batch, byte_counts)
+        return self._compiled[structure](params, device_batch, byte_counts, self.frozen)
 
 
 def _score_source(
@@ -122,7 +126,6 @@ def _score_source(
 ) -> SourceScore:
     """Scores the batches of one source, or random tokens for None."""
     trained = step.trained
-    objective = trained.model.config.objective
     name = "random tokens" if source is None else source.entry.location
     shard = BatchShard(index=jax.process_index(), count=jax.process_count())
     batches = open_source_batches(config, source, step.batch_size, shard, log)
@@ -142,6 +145,8 @@ def _score_source(
     seconds -= step.compile_seconds - compile_seconds_before
     num_targets = int(sums["targets"])
     num_bytes = int(sums["bytes"])
+    totals = ObjectiveTotals.from_sums(sums)
+    assert totals.nats is not None
     if byte_counts is None:
         num_bytes, reason = text_bytes.from_manifest(
             source,
@@ -151,14 +156,15 @@ def _score_source(
         )
     return SourceScore(
         name=name,
-        total_nll=sums["nats"],
+        total_nll=totals.nats,
         num_targets=num_targets,
         num_bytes=num_bytes,
         bytes_unavailable_reason=reason,
         num_batches=num_batches,
         seconds=seconds,
-        correct=int(sums["correct"]) if step.count_correct else None,
-        other_loss="" if is_in_nats(objective) else objective.loss_type,
+        correct=None if totals.correct is None else round(totals.correct),
+        objective="" if totals.has_perplexity else trained.model.config.objective.loss_type,
+        total_objective=totals.total_loss,
         facts=_facts(source, len(batches.skipped)),
     )
 

@@ -104,7 +104,7 @@ def _check_output_and_tasks(config: Config, weights_folder: str) -> None:
     """Raises UserError if scores cannot be written, or a harness task does not exist."""
     scoring = config.scoring
     output_path(scoring.eval_output, weights_folder)
-    for name, path in scoring.task_files.as_dict().items():
+    for name, path in scoring.task_files:
         check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
     if scoring.harness.tasks:
         find_tasks(scoring.harness.tasks, scoring.harness.task_path)

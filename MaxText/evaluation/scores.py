@@ -63,7 +63,7 @@ class SourceScore:
     """Sums over the targets of one or several sources."""
 
     name: str
-    total_nll: float  # summed cross entropy, or the model's other loss
+    total_nll: float  # summed cross entropy of the targets, in nats
     num_targets: int
     num_bytes: int | None  # UTF-8 bytes of the targets; None if unknown
     bytes_unavailable_reason: str
@@ -71,24 +71,29 @@ class SourceScore:
     seconds: float  # wall time without compilation
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # split sizes and digests
     correct: int | None = None  # argmax hits; None except for masked language models
-    # loss_type if the loss is not a log-probability. Perplexity and bits per byte of entmax are
-    # infinite at ids of probability 0.
-    other_loss: str = ""
+    objective: str = ""  # loss_type, unless the loss of the objective is that cross entropy
+    total_objective: float = 0.0  # its mean times the targets
 
     @property
-    def loss(self) -> float:
-        """Nats per target; NaN without targets."""
+    def lm_loss(self) -> float:
+        """Cross entropy of softmax(logits) in nats per target; NaN without targets."""
         return self.total_nll / (self.num_targets or math.nan)
 
     @property
-    def perplexity(self) -> float | None:
-        """Exponential of the loss; None unless it is a log-probability."""
-        return None if self.other_loss else perplexity(self.loss)
+    def loss(self) -> float:
+        """The objective per target, without auxiliary losses; NaN without targets."""
+        total = self.total_objective if self.objective else self.total_nll
+        return total / (self.num_targets or math.nan)
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of `lm_loss`."""
+        return perplexity(self.lm_loss)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per UTF-8 byte, comparable across tokenizers; None if undefined."""
-        if self.other_loss or not self.num_bytes:
+        """Bits per UTF-8 byte by `lm_loss`, comparable across tokenizers; None if undefined."""
+        if not self.num_bytes:
             return None
         return self.total_nll / math.log(2) / self.num_bytes
 
@@ -107,9 +112,10 @@ class SourceScore:
         row = {
             "source": self.name,
             "loss": self.loss,
+            "lm_loss": self.lm_loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
-            "nats": None if self.other_loss else self.total_nll,
+            "nats": self.total_nll,
             "targets": self.num_targets,
             "bytes": self.num_bytes,
             "batches": self.num_batches,
@@ -118,8 +124,8 @@ class SourceScore:
         }
         if self.correct is not None:
             row |= {"masked_accuracy": self.masked_accuracy, "correct": self.correct}
-        if self.other_loss:
-            row["loss_type"] = self.other_loss
+        if self.objective:
+            row["loss_type"] = self.objective
         if self.bytes_unavailable_reason:
             row["bytes_unavailable_reason"] = self.bytes_unavailable_reason
         return row | self.facts
@@ -139,7 +145,8 @@ def total_score(scores: Sequence[SourceScore]) -> SourceScore:
         num_batches=sum(score.num_batches for score in scores),
         seconds=sum(score.seconds for score in scores),
         correct=None if None in correct else sum(count or 0 for count in correct),
-        other_loss=next((score.other_loss for score in scores if score.other_loss), ""),
+        objective=next((score.objective for score in scores if score.objective), ""),
+        total_objective=math.fsum(score.total_objective for score in scores),
     )
 
 
@@ -147,22 +154,19 @@ def source_table(scores: Sequence[SourceScore]) -> str:
     """Formats one row per source, a total, and notes on missing metrics."""
     total = total_score(scores)
     header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
+    if total.objective:
+        header.insert(header.index("perplexity"), "lm_loss")
     if total.correct is not None:
         header.append("masked accuracy")
     rows = [_cells(score) for score in scores]
     lines = [format_table(header, rows, _cells(total), right=range(1, len(header)))]
-    if not total.other_loss:
-        for score in scores:
-            if score.num_bytes is None:
-                reason = score.bytes_unavailable_reason
-                lines.append(f"bits/byte of {score.name} is not shown: {reason}")
-    if total.other_loss:
-        lines.append(
-            f"perplexity and bits/byte are not shown: the loss of {total.other_loss} is not a "
-            "log-probability"
-        )
+    for score in scores:
+        if score.num_bytes is None:
+            reason = score.bytes_unavailable_reason
+            lines.append(f"bits/byte of {score.name} is not shown: {reason}")
+    kinds = f"loss of {total.objective} and lm_loss in nats" if total.objective else "loss in nats"
     lines.append(
-        f"loss {f'of {total.other_loss}' if total.other_loss else 'in nats'} per token; "
+        f"{kinds} per token; "
         f"{total.num_batches:,} batches in {total.seconds:.1f} s, "
         f"{total.tokens_per_second:,.0f} tokens/s"
     )
@@ -170,15 +174,16 @@ def source_table(scores: Sequence[SourceScore]) -> str:
 
 
 def _cells(score: SourceScore) -> list[str]:
+    """Returns a row of source_table; the accuracy only for masked language models."""
     size = score.num_bytes
     bits = score.bits_per_byte
-    """Returns a row of source_table; the accuracy only for masked language models."""
     cells = [
         score.name,
         f"{score.num_targets:,}",
         "-" if size is None else f"{size:,}",
         f"{score.loss:.4f}",
-        "-" if score.perplexity is None else shown_perplexity(score.perplexity),
+        *([f"{score.lm_loss:.4f}"] if score.objective else []),
+        shown_perplexity(score.perplexity),
         "-" if bits is None else f"{bits:.4f}",
     ]
     accuracy = score.masked_accuracy

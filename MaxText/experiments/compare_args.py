@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from MaxText.config import values
+from MaxText.config.keys import Count, Natural
 from MaxText.config.problems import ConfigIssue, close_matches
-from MaxText.config.program_options import integer_option, number, option, read_options
-from MaxText.config.schema import all_keys
+from MaxText.config.program_options import option, read_options
+from MaxText.config.schema import all_keys, dotted
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
@@ -40,17 +43,11 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
 
 
-def _whole(text: str, minimum: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
-        raise ValueError(f"{text!r} is not a whole number, {minimum} or more")
-    return int(text)
-
-
 def _seeds(text: str) -> tuple[int, ...]:
     """Parses seeds: `3` is 0, 1, 2; `[3]` and `4,7` are lists."""
     if "," not in text and not text.startswith("["):
-        return tuple(range(_whole(text, minimum=1)))
-    seeds = tuple(_whole(item, minimum=0) for item in _items(text))
+        return tuple(range(values.convert(values.UntypedScalar(text), Count)))
+    seeds = values.convert(list(map(values.UntypedScalar, _items(text))), tuple[Natural, ...])
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{text!r} names a seed twice")
     return seeds
@@ -87,19 +84,12 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
             "list of these"
         )
     choices = []
-    for name, value in sweep.items():
+    for name, value in dotted(sweep).items():
         items = value if isinstance(value, list) else [value]
         if not items:
             raise values.InvalidValueError(f"{name} has an empty list of values")
         choices.append([(name, item) for item in items])
-    return [dict(combination) for combination in itertools.product(*choices)]
-
-
-def _tolerance(text: str) -> float:
-    tolerance = number(text)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"{text} is not > 0 and < 1")
-    return tolerance
+    return [dotted(dict(combination)) for combination in itertools.product(*choices)]
 
 
 def _sweep(text: str) -> list[dict[str, Any]]:
@@ -113,7 +103,6 @@ class CompareOptions:
     match: Match = option(
         "params",
         "Equal budget: parameters, FLOPs, tokens, or time of training.",
-        choices=get_args(Match),
     )
     budget: str | float | None = option(
         None, "Its size: 10M, 1e15, for time 10m or 1h; by default that of the first file."
@@ -125,11 +114,8 @@ class CompareOptions:
         read=_solve_for,
         accepts="width, depth, slots, steps or a key",
     )
-    tolerance: float = option(
-        0.02,
-        "Largest deviation from the budget.",
-        read=_tolerance,
-        accepts="a number, > 0 and < 1",
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = option(
+        0.02, "Largest deviation from the budget."
     )
     seeds: tuple[int, ...] = option(
         (0,),
@@ -147,10 +133,9 @@ class CompareOptions:
     launch: Launch = option(
         "run",
         "print: one command per run instead of running, and the one that reports results.",
-        choices=get_args(Launch),
     )
-    num_devices: int | None = integer_option(
-        None, "Devices per run, by default those of this machine.", minimum=1
+    num_devices: Count | None = option(
+        None, "Devices per run, by default those of this machine.", metavar="NUMBER"
     )
     output: Path | None = option(
         None,

@@ -22,8 +22,9 @@ from filelock import FileLock, Timeout
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import registrations
-from MaxText.config.schema import Config, all_keys, flatten, unflatten
+from MaxText.config.schema import Config, all_keys, flatten, settable_names, unflatten
 from MaxText.config.serialization import resolved_yaml
+from MaxText.config.sources import variable_of
 from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
 from MaxText.experiments.compare_args import CompareArgs
@@ -294,7 +295,7 @@ def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, l
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
     """Returns environment variables overriding a run's keys."""
-    names = {f"M_{name.upper()}" for name in (*all_keys(), *ALIASES)}
+    names = set(map(variable_of, (*settable_names(), *ALIASES)))
     return sorted(names.intersection(environment))
 
 
@@ -405,7 +406,7 @@ def write_config(run: Trial) -> None:
     omitted: set[str] = set()
     for registration in registrations():
         if registration.keys and not registration.is_built_in:
-            names = registration.keys.model_fields
+            names = registration.keys().values_by_key()
             omitted |= {name for name in names if values[name] == keys[name].default}
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
@@ -461,7 +462,7 @@ def short_config(config: Config, folder: Path) -> Config:
     beginning = {
         name: key.default
         for name, key in all_keys().items()
-        if name.startswith(("load_parameters_", "growth_"))
+        if name.startswith(("load_parameters_", "growth."))
     }
     return unflatten(
         keys

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
+from MaxText.config.values import InvalidValueError
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
@@ -312,7 +313,9 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
     # A schedule that spans the whole run keeps doing so.
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
         changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
-    if any(all_keys()[name].violates_bounds(value) for name, value in changes.items()):
+    try:
+        changes = {name: all_keys()[name].convert(value) for name, value in changes.items()}
+    except InvalidValueError:
         return None
     result = unflatten(values | changes)
     return None if validation_errors(result) else result

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from MaxText.config import sources, values
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.schema import Config, all_keys, flatten
+from MaxText.config.schema import Config, all_keys, dotted, flatten
 from MaxText.experiments.compare_args import (
     KEY_OF,
     SET_PER_RUN,
@@ -91,7 +91,7 @@ def read_stages(value: Any) -> list[dict[str, Any]]:
         raise values.InvalidValueError(f"{problem}; write one mapping of keys per stage")
     if len(value) < 2:
         raise values.InvalidValueError("a chain needs two or more stages")
-    return [dict(stage) for stage in value]
+    return [dotted(stage) for stage in value]
 
 
 def stage_names(label: str, count: int) -> dict[int | None, str]:

@@ -345,17 +345,10 @@ def _changed_scores(stored: Config | None, config: Config) -> list[str]:
     """Describes differing keys of model.pattention, except sizes and zoom."""
     if stored is None or not _slot_places(config):
         return []
-    stored_keys = _pattention_keys(stored)
+    stored_keys = stored.model.pattention.values_by_key()
     return [
         f"{name} {stored_keys[name]} -> {value}"
-        for name, value in _pattention_keys(config).items()
-        if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
+        for name, value in config.model.pattention.values_by_key().items()
+        if not name.endswith(("slot_num", "zoom_dim")) and not name.startswith("zoom_dims.")
         if stored_keys[name] != value
     ]
-
-
-def _pattention_keys(config: Config) -> dict[str, Any]:
-    """Returns the keys of model.pattention, with the entries of scale_factors as keys."""
-    pattention = config.model.pattention
-    scale_factors = {f"scale_factors.{name}": factor for name, factor in pattention.scale_factors}
-    return dict(pattention) | scale_factors

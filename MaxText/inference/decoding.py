@@ -140,7 +140,7 @@ def sampling_params(config: DecodingConfig) -> SamplingParams:
     nucleus = {"nucleus_p": config.decode_sampling_nucleus_p}
     top_k = {"top_k": config.decode_sampling_top_k}
     filters_by_strategy = {
-        "composite": nucleus | top_k | config.decode_filters.as_dict(),
+        "composite": nucleus | top_k | dict(config.decode_filters),
         "nucleus": nucleus,
         "topk": top_k,
     }

@@ -60,9 +60,12 @@ def load_model(
       weights: Default: those of resolve_weights.
 
     Raises:
-      UserError: Weights are missing or of another model, or the mesh does not fit the devices.
+      UserError: Weights are missing or of another model, or the mesh does not fit the devices, or
+        it is called inside of a JAX trace, where arrays cannot be read from files.
     """
     import jax
+    import jax.numpy as jnp
+    from jax.core import Tracer
 
     from MaxText.conversion.open_weights import open_pretrained
     from MaxText.layers.assembly.model import Model
@@ -71,6 +74,12 @@ def load_model(
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
+    if isinstance(jnp.zeros(()), Tracer):
+        raise UserError(
+            f"{config.checkpoint.load_parameters_path}: weights cannot be loaded inside of a JAX "
+            "trace (jax.jit, an objective). Load them before, or in "
+            "`with jax.ensure_compile_time_eval():`."
+        )
     log(compilation_cache.enable(run, devices[0].platform, may_make=False))
     sharding = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     weights = weights or resolve_weights(config)

@@ -160,7 +160,7 @@ def _identity(
         weights = data_sources.mixture_weights(data, sources)
         identity["mixture"] = " ".join(repr(weight) for weight in weights)
     if masking.mlm_training:
-        mlm_values = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
+        mlm_values = {f"mlm_{name}": value for name, value in masking.mlm}
         mlm_values = {"mlm_training": masking.mlm_training, **mlm_values}
         identity["masking"] = TypeAdapter(dict).dump_json(mlm_values).decode()
     return identity

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from MaxText.config.data_sections import DataRetryOptions
+from MaxText.config.data_sections import DataRetryConfig
 from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline.reader_processes import ReaderProcesses
 from MaxText.storage.retry import call_with_retries, exponential_delays
@@ -133,7 +133,7 @@ class Retries:
       should_stop: Cancels waiting when it returns true.
     """
 
-    def __init__(self, options: DataRetryOptions, log: Callable[[str], None]):
+    def __init__(self, options: DataRetryConfig, log: Callable[[str], None]):
         self.options = options
         self.log = log
         self.should_stop: Callable[[], bool] = never_stop

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
+from MaxText.config.keys import Natural
 from MaxText.config.loading import load
-from MaxText.config.program_options import integer_option, option
+from MaxText.config.program_options import option
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -33,8 +34,8 @@ class LaunchOptions:
     """Options of all places."""
 
     dry_run: bool = option(False, "Print the commands.")
-    max_restarts: int = integer_option(
-        10, "Maximum restarts without a new checkpoint (SLURM: in total).", minimum=0
+    max_restarts: Natural = option(
+        10, "Maximum restarts without a new checkpoint (SLURM: in total).", metavar="NUMBER"
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText import exit_codes
-from MaxText.config.program_options import integer_option, option
+from MaxText.config.keys import Count, Natural
+from MaxText.config.program_options import option
 from MaxText.errors import UserError
 from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
@@ -24,9 +25,9 @@ class SlurmOptions(LaunchOptions):
     """slurm submit, status or stop: a SLURM job."""
 
     name: str = option("", "Job name, by default run_name.", metavar="NAME")
-    nodes: int = integer_option(1, "Nodes of the job.", minimum=1)
-    processes_per_node: int = integer_option(1, "Processes per node.", minimum=1)
-    gpus_per_node: int = integer_option(0, "GPUs per node.", minimum=0)
+    nodes: Count = option(1, "Nodes of the job.", metavar="NUMBER")
+    processes_per_node: Count = option(1, "Processes per node.", metavar="NUMBER")
+    gpus_per_node: Natural = option(0, "GPUs per node.", metavar="NUMBER")
     sbatch: tuple[str, ...] = option(
         (),
         "Extra #SBATCH line, e.g. --sbatch=--partition=long; may be given several times.",

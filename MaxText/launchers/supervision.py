@@ -19,7 +19,8 @@ from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.program_options import integer_option, number, option
+from MaxText.config.keys import Count, NonNegative
+from MaxText.config.program_options import option
 from MaxText.launchers.commands import LaunchOptions, Log
 from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
@@ -40,19 +41,13 @@ _DRAIN_SECONDS = 5.0
 class LocalOptions(LaunchOptions):
     """local N: processes of this machine."""
 
-    devices_per_process: int | None = integer_option(
-        None, "Devices (CPU or GPU) per process.", minimum=1
+    devices_per_process: Count | None = option(
+        None, "Devices (CPU or GPU) per process.", metavar="NUMBER"
     )
     supervise: bool = option(False, "Restart after a failure.")
-    backoff: float = option(
-        1.0, "Delay before a restart.", read=number, accepts="a number", metavar="SECONDS"
-    )
-    grace_period: float = option(
-        60.0,
-        "Grace period for processes to exit.",
-        read=number,
-        accepts="a number",
-        metavar="SECONDS",
+    backoff: NonNegative = option(1.0, "Delay before a restart.", metavar="SECONDS")
+    grace_period: NonNegative = option(
+        60.0, "Grace period for processes to exit.", metavar="SECONDS"
     )
     log_dir: str = option("", "Log folder.", metavar="DIR")
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.program_options import integer_option, number, option
+from MaxText.config.keys import Count, NonNegative
+from MaxText.config.program_options import option
 from MaxText.errors import UserError
 from MaxText.hardware.chips import find_hardware
 from MaxText.launchers.commands import Commands, LaunchOptions
@@ -46,11 +47,9 @@ class GcloudOptions(LaunchOptions):
         metavar="FLAG",
         repeated=True,
     )
-    max_attempts: int = integer_option(100, "Attempts while no capacity is available.", minimum=1)
-    retry_seconds: float = option(
-        60.0, "Delay between attempts.", read=number, accepts="a number", metavar="SECONDS"
-    )
-    tail: int = integer_option(50, "Number of log lines.", minimum=1)
+    max_attempts: Count = option(100, "Attempts while no capacity is available.", metavar="NUMBER")
+    retry_seconds: NonNegative = option(60.0, "Delay between attempts.", metavar="SECONDS")
+    tail: Count = option(50, "Number of log lines.", metavar="NUMBER")
     follow: bool = option(False, "Stream new log lines.")
     worker: str = option("all", "Worker to read logs from.")
 

@@ -45,8 +45,8 @@ class ForwardContext:
       layer: Index of the layer, an array inside a scan; None outside of layers.
       slopes_N: Slopes of ALiBi, float32.
       query_scale: Factors of queries by position, float32 [B or 1, T, 1, 1].
-      other_positions: `rotary`, `slopes_N` and `query_scale` of layers with other positions than the
-        model's, by Block.position_index.
+      other_positions: `rotary`, `slopes_N` and `query_scale` of layers with other positions than
+        those of the model, by Block.position_index.
       capacity: During prefill, the tokens that decode states have room for.
       lengths_B: During prefill, the tokens of each prompt; padding follows.
       positions_BT: During decoding, the positions of the new tokens.

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from MaxText.layers.attention.attention_core import (
     AttentionSpec,
     PersistentKV,
+    attend_square,
     prepend_memories,
-    softmax_attention,
 )
 from MaxText.layers.lowering.cpu_kv_cache import drop_batch_of_one
 from MaxText.parallelism.logical_sharding import with_logical_constraint
@@ -110,14 +110,21 @@ class KeyValueCache:
           positions_BT: Their positions.
           spec: Computation and masking of scores.
         """
-        slots = jnp.arange(self.keys.shape[-2]) - self.num_memories
-        distance_BTS = positions_BT[:, :, None] - slots
-        mask_BTS = spec.visible(distance_BTS)
+        slots_1S = jnp.arange(self.keys.shape[-2])[None] - self.num_memories
+        mask_BTS = spec.mask(positions_BT, slots_1S)
+        if not spec.causal:  # slots beyond the new tokens hold anything
+            mask_BTS = mask_BTS & (slots_1S <= positions_BT[:, -1:])[:, None]
         if self.num_memories:
-            mask_BTS = mask_BTS | (slots < 0)
-            distance_BTS = jnp.where(slots < 0, 0, distance_BTS)
-        return softmax_attention(
-            q_BTNH, self.keys, self.values, spec, mask_BTS=mask_BTS, distance_BTS=distance_BTS
+            mask_BTS = mask_BTS | (slots_1S < 0)
+        return attend_square(
+            q_BTNH,
+            self.keys,
+            self.values,
+            spec,
+            mask_BTS=mask_BTS,
+            q_pos_BT=positions_BT,
+            k_pos_BS=slots_1S,
+            num_memories=self.num_memories,
         )
 
     @property
@@ -196,10 +203,15 @@ class SlidingWindowCache:
         positions_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
         keys_BKSH = _concatenate_tokens(self.keys_BKWH, k_BTKH)
         values_BKSH = _concatenate_tokens(self.values_BKWH, v_BTKH)
-        distance_BTS = positions_BT[:, :, None] - positions_BS[:, None, :]
-        mask_BTS = spec.visible(distance_BTS) & (positions_BS >= 0)[:, None]
-        o_BTNH = softmax_attention(
-            q_BTNH, keys_BKSH, values_BKSH, spec, mask_BTS=mask_BTS, distance_BTS=distance_BTS
+        mask_BTS = spec.mask(positions_BT, positions_BS) & (positions_BS >= 0)[:, None]
+        o_BTNH = attend_square(
+            q_BTNH,
+            keys_BKSH,
+            values_BKSH,
+            spec,
+            mask_BTS=mask_BTS,
+            q_pos_BT=positions_BT,
+            k_pos_BS=positions_BS,
         )
         new_BW = _ring_positions(positions_BT[:, -1] + 1, window)
         # New tokens stand behind the ring and overwrite their slots.

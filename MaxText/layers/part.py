@@ -81,8 +81,9 @@ class Part(nnx.Module):
     methods are facts about it, for rules, plans and conversion; all are optional.
 
     `tag(x, name)` names an intermediate value, for `Run.forward(capture=...)` and for remat
-    policies, which save values named query_proj, key_proj, value_proj, context and out_proj (in a
-    mixer), mlpwi and mlpwo (in a feed-forward). `record(x, name)` names one for captures alone.
+    policies, which save values named query_proj, key_proj, value_proj, attention_gate, context and
+    out_proj (in a mixer), mlpwi and mlpwo (in a feed-forward). `record(x, name)` names one for
+    captures alone.
     Inputs and outputs of parts are recorded without it.
 
     Attributes:

@@ -59,22 +59,21 @@ def rotary_table(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
-    yarn and longrope multiply both by `attention_factor`. longrope takes the long factors for the
-    sequences of a batch, and during decoding for the tokens, whose last position is beyond the
-    original length.
+    yarn and longrope multiply both by `attention_factor`. longrope takes the long factors for
+    documents that are longer than the original length.
 
     Args:
       positions_BT: Positions of the tokens within their documents; B may be 1.
       num_dims: R, the rotary dimensions of a head.
       config: Frequencies, and the dtype that the table is rounded to.
     """
+    positions_BT11 = positions_BT[:, :, None, None].astype(jnp.float32)
     rates = frequencies(num_dims, config)
     if config.rope_type == "longrope":
-        last_position_B = jnp.max(positions_BT, axis=1)
-        is_long_B = last_position_B >= config.original_max_position_embeddings
+        is_long_BT = last_positions(positions_BT) >= config.original_max_position_embeddings
         long_rates = frequencies(num_dims, config, is_long=True)
-        rates = jnp.where(is_long_B[:, None, None, None], long_rates, rates)
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * rates
+        rates = jnp.where(is_long_BT[:, :, None, None], long_rates, rates)
+    angles = positions_BT11 * rates
     sin = jnp.sin(angles)
     cos = jnp.cos(angles)
     if config.rope_type in ("yarn", "longrope"):
@@ -84,6 +83,20 @@ def rotary_table(
     if config.rope_table_dtype != "float32":
         sin, cos = round_to((sin, cos), config.rope_table_dtype)
     return sin, cos
+
+
+def last_positions(positions_BT: jax.Array) -> jax.Array:
+    """Returns the position of the last token of each token's document, int32 [B, T].
+
+    Args:
+      positions_BT: Positions of the tokens within their documents, consecutive in each.
+    """
+    length = positions_BT.shape[1]
+    offsets_T = jnp.arange(length)
+    has_next_BT = positions_BT[:, 1:] == positions_BT[:, :-1] + 1
+    ends_BT = jnp.where(jnp.pad(has_next_BT, ((0, 0), (0, 1))), length, offsets_T)
+    next_ends_BT = jax.lax.cummin(ends_BT, axis=1, reverse=True)
+    return positions_BT + next_ends_BT - offsets_T
 
 
 def attention_factor(config: PositionConfig) -> float:

@@ -155,6 +155,7 @@ class EvaluationReport:
       correct: Number of targets that were the argmax; None if not counted.
       has_perplexity: Whether `total_loss` is a cross entropy, in nats.
       total_nats: Sum of the cross entropy beside an objective that is none; None if unknown.
+      parts: Means of single losses and metrics of an objective that reads the model, by name.
     """
 
     step: int
@@ -165,6 +166,7 @@ class EvaluationReport:
     correct: float | None = None
     has_perplexity: bool = True
     total_nats: float | None = None
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -214,7 +216,7 @@ class EvaluationReport:
             row["eval/avg_perplexity"] = perplexity(self.lm_loss)
         if self.masked_accuracy is not None:
             row["eval/masked_accuracy"] = self.masked_accuracy
-        return row
+        return row | {f"eval/{name}": mean for name, mean in self.parts.items()}
 
 
 # Source of a compiled step, see runtime.compiled_steps.

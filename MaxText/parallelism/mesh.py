@@ -217,6 +217,7 @@ class ShardingPlan:
         abstract_state: Any,
         abstract_batch: Any,
         compiler_options: CompilerOptions | None = None,
+        abstract_frozen: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the train step, with its state donated.
 
@@ -225,12 +226,15 @@ class ShardingPlan:
           abstract_state: Shapes and shardings.
           abstract_batch: Shapes and shardings.
           compiler_options: Of XLA.
+          abstract_frozen: Shapes and shardings of the parameters that the objective reads and does
+            not train: a third argument of the step, if there are any.
         """
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
         options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
         jitted = self.jit(train_step, out_shardings=shardings, **options)
+        frozen = (abstract_frozen,) if abstract_frozen else ()
         with without_garbage_collection():
-            return jitted.lower(abstract_state, abstract_batch)
+            return jitted.lower(abstract_state, abstract_batch, *frozen)
 
 
 def process_batch_slice(

@@ -14,16 +14,14 @@ The loop's own periodic actions are hooks, and users add theirs::
 
 import dataclasses
 import functools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from MaxText.errors import UserError, first_line
+from MaxText.errors import UserError, first_line, raising_line
 
 if TYPE_CHECKING:  # this module is imported by files of users, before a program's own imports
     from MaxText.config.schema import Config
@@ -38,7 +36,7 @@ SNAPSHOT = "snapshot"
 GRADIENT_CHECK = "gradient_check"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
-BUILT_IN = (SNAPSHOT, GRADIENT_CHECK, EVALUATION, CHECKPOINT)
+BUILT_IN = (GRADIENT_CHECK, EVALUATION, SNAPSHOT, CHECKPOINT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,23 +185,14 @@ def call_user_hook(user_hook: Hook, info: StepInfo) -> None:
         user_hook(info)
     except Exception as error:  # a function of the user's can raise anything
         message = first_line(error, default=type(error).__name__)
+        code = getattr(user_hook.function, "__code__", None)
+        line = raising_line(error, "" if code is None else code.co_filename)
         raise UserError(
             f"hook {user_hook.name} failed after step {info.step}: {type(error).__name__}: "
-            f"{message} ({_line_of(error, user_hook.function)})"
+            f"{message} ({line})"
         ) from error
 
 
 def _file_of(function: Callable[..., Any]) -> str:
     code = getattr(function, "__code__", None)
     return function.__module__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _line_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Returns the innermost line of the function's own file that led to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(function, "__code__", None)
-    frames_of_file = [
-        frame for frame in frames if code is not None and frame.filename == code.co_filename
-    ]
-    frame = (frames_of_file or frames)[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -241,10 +241,7 @@ class Loop:
     def _hooks_in_order(self, user_hooks: Sequence[Hook]) -> list[Hook]:
         """Returns the hooks of a step; those of the user see a state that no check refused."""
         checks = self.supervision.learning_checks
-        hooks = [
-            Hook(self._take_snapshot, every=1, name=SNAPSHOT),
-            Hook(self._check_gradients, when=checks.gradients_due, name=GRADIENT_CHECK),
-        ]
+        hooks = [Hook(self._check_gradients, when=checks.gradients_due, name=GRADIENT_CHECK)]
         for user_hook in user_hooks:
             call = functools.partial(self._call_user_hook, user_hook)
             hooks.append(dataclasses.replace(user_hook, function=call))
@@ -253,6 +250,9 @@ class Loop:
         if self.config.evaluation.eval_interval > 0:
             interval = self.config.evaluation.eval_interval
             hooks.append(Hook(self._evaluate_step, every=interval, name=EVALUATION))
+        # Last, so that the decision whether the state is healthy knows what the others found out:
+        # its validation loss, and the metrics of the step if one of them has reported those.
+        hooks.append(Hook(self._take_snapshot, every=1, name=SNAPSHOT))
         return hooks
 
     def run(self, evaluation_due: bool) -> str:
@@ -488,8 +488,8 @@ class Loop:
         """Saves a checkpoint, after all events before it.
 
         Its metadata hold what a restart needs besides the state and the data position:
-        `RollbackController` reads "rollbacks", `open_run_logger` reads "loss_trend", `train`
-        "evaluation_is_due", and `Lineage` what it has added.
+        `RollbackController` reads "rollbacks" and "evaluations", `open_run_logger` reads
+        "loss_trend", `train` "evaluation_is_due", and `Lineage` what it has added.
 
         Args:
           step: The step after which the state is saved.
@@ -507,6 +507,7 @@ class Loop:
                 **run_logger.lineage.metadata(step),
                 "evaluation_is_due": evaluation_is_due,
                 "rollbacks": self.supervision.rollback.num_rollbacks,
+                "evaluations": self.records.checkpoints.health.evaluations,
                 "loss_trend": run_logger.trend.state,
             }
             position = self.data.train.get_state()
@@ -537,13 +538,39 @@ class Loop:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
             problems = [*self.supervision.rollback.problems, skipped, trend.diverged]
-            self.records.checkpoints.promote_final(last_step, list(filter(None, problems)))
-            return f"{skipped}; the state before them is healthy" if skipped else ""
+            self._promote_final(
+                last_step,
+                list(filter(None, problems)),
+                ends_with_error=bool(skipped or trend.diverged),
+            )
+            return f"{skipped}; the state before them is not broken" if skipped else ""
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"
         if skipped:
             problem = f"{skipped}: {problem}"
         return problem + self._set_aside(broken_since)
+
+    def _promote_final(
+        self, last_step: int, problems: Sequence[str], *, ends_with_error: bool
+    ) -> None:
+        """Promotes the final checkpoint if its state is healthy; else logs why it is not.
+
+        That alone is no failure: the state is not broken, and its checkpoint can be used.
+
+        Args:
+          last_step: The last step of the run.
+          problems: What speaks against the state.
+          ends_with_error: Whether the run ends with an error that names the problems.
+        """
+        checkpoints = self.records.checkpoints
+        if checkpoints.promote_final(last_step, problems) or ends_with_error:
+            return
+        if self.config.checkpoint.enable_checkpointing:
+            self.records.run_logger.terminal.line(
+                f"WARNING: the state after step {last_step} is not promoted as healthy: "
+                f"{checkpoints.health.why_newest_is_not_healthy(problems)}. It can be used; if "
+                "more steps follow, a rollback takes an earlier checkpoint until it is."
+            )
 
     def _judging_batches(self, last_step: int) -> Iterator[Batch]:
         """Yields batches for the final state, the newest first.

@@ -34,8 +34,8 @@ from MaxText.monitoring.step_line import Terminal, step_row
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.assembly import TrainSetup
+from MaxText.training.metric_names import is_loss
 from MaxText.training.objective import is_in_nats
-from MaxText.training.step import is_loss
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
 START_FILE = "start.txt"
@@ -106,7 +106,7 @@ def open_run_logger(
     """
     monitoring = config.monitoring
     first_step = restored.first_step
-    in_nats = is_in_nats(setup.model.config.objective)
+    in_nats = is_in_nats(setup.model)
     terminal = Terminal(stats.num_steps, step_line=monitoring.step_line, lm_loss_beside=not in_nats)
     length = setup.model.config.shape.max_target_length
     cost = model_cost(
@@ -274,7 +274,7 @@ class MetricLogger:
         self._data_seconds = 0.0
         self._peak = self.run_logger.stats.peak
         self._speeds_above_peak: list[float] = []  # TFLOP/s of the last reports
-        self._trend_tag = trained_loss_tag(is_in_nats(self.config.model.objective))
+        self._trend_tag = trained_loss_tag(is_in_nats(self.run_logger.stats.model))
         self.start(0)
 
     def start(self, first_step: int) -> None:

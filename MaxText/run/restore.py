@@ -53,8 +53,9 @@ class RestoreResult(NamedTuple):
     def progress(self) -> Mapping[str, Any]:
         """What the checkpoint recorded of the training that this run goes on with.
 
-        The trend of its loss, its rollbacks, and whether an evaluation is due. Empty if only
-        parameters were taken from another run: its losses and steps are not those of this one.
+        The trend of its loss, its validation losses, its rollbacks, and whether an evaluation is
+        due. Empty if only parameters were taken from another run: its losses and steps are not
+        those of this one.
         """
         return self.metadata if self.how in ("resume", "full_state") else {}
 

@@ -87,6 +87,7 @@ class RollbackController:
         )
         # The first step after the last rollback, also of an earlier start.
         self._restored_step = recorded[-1].restored_step if recorded else None
+        self.checkpoints.health.restore_evaluations(restored.progress.get("evaluations", ()))
         self._begin(restored.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.

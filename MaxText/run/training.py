@@ -128,18 +128,21 @@ def train(
     from MaxText.compilation.compiled_steps import ShapeSpecializedStep
     from MaxText.compilation.saved_step import saved_steps
     from MaxText.cost.device_memory import check_memory_lower_bound
-    from MaxText.evaluation.validation import make_eval_step
+    from MaxText.evaluation.validation import make_eval_step, with_frozen
     from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.layers.batch import batch_shapes
+    from MaxText.training.model_objective import read_frozen_params
 
     batch_schedule = plan_batches(config, sharding)
     accumulation_steps = config.batch.gradient_accumulation_steps
     check_memory_lower_bound(setup, batch_schedule, len(devices), accumulation_steps)
+    frozen = read_frozen_params(model.config, sharding)
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
-            setup.step, abstract_state, shapes, setup.compiler_options
+            setup.step, abstract_state, shapes, setup.compiler_options, setup.abstract_frozen
         ),
         saved_steps(growth, model.config, sharding, abstract_state),
+        frozen,
     )
     eval_step = sharding.jit(
         make_eval_step(model, count_correct=config.masking.mlm_training),
@@ -265,7 +268,10 @@ def train(
     training = loop.Loop(
         config=config,
         compiled=loop.CompiledModel(
-            model=model, sharding=sharding, train_step=train_step, eval_step=eval_step
+            model=model,
+            sharding=sharding,
+            train_step=train_step,
+            eval_step=with_frozen(eval_step, frozen),
         ),
         state=restored.state,
         schedule=loop.StepSchedule(
@@ -375,7 +381,7 @@ def _finish(training: "Loop") -> None:
     )
     problem = training.judge_final_state()  # uses up the state
     checkpoints.close()
-    in_nats = is_in_nats(model.config.objective)
+    in_nats = is_in_nats(model)
     final_outputs.log_validation_loss(
         training.eval_loss,
         train_batches.unigram_entropy_nats if in_nats else None,

@@ -1,17 +1,14 @@
 """Assembles a train step from a configuration and devices."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from MaxText.config.registry import registrations
 from MaxText.config.schema import Config
 from MaxText.layers.assembly.model import Model
-from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
 from MaxText.parallelism.compiler_options import CompilerOptions, train_step_options
 from MaxText.parallelism.mesh import (
@@ -20,7 +17,8 @@ from MaxText.parallelism.mesh import (
     check_lengths,
 )
 from MaxText.training import backend_defaults
-from MaxText.training.objective import per_token_losses
+from MaxText.training.model_objective import abstract_frozen_params
+from MaxText.training.objective import abstract_loss_sums
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
@@ -34,6 +32,7 @@ class TrainSetup(NamedTuple):
     optimizer: optax.GradientTransformation
     initialize: Callable[[jax.Array], TrainState]  # key -> fresh state
     abstract_state: TrainState  # shapes and shardings
+    abstract_frozen: Mapping[str, Params]  # of the models that the objective does not train
     step: TrainStep  # not compiled
     replicated_fraction: float  # of the parameters
     auto_choices: Sequence[str]  # one line for each `auto`
@@ -61,8 +60,9 @@ def setup_train(
     platform = sharding.mesh.devices.flat[0].platform
     model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
     model = Model(model_config)
+    frozen = abstract_frozen_params(model_config, sharding)
     if not all(part.is_built_in for part in registrations()):
-        _trace(model)  # before anything slow
+        abstract_loss_sums(model)  # checks what the parts return, before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     optimizer = scale_existing_slot_updates(
@@ -91,24 +91,9 @@ def setup_train(
         optimizer=optimizer,
         initialize=initialize,
         abstract_state=state,
+        abstract_frozen=frozen,
         step=step,
         replicated_fraction=replicated,
         auto_choices=choices,
         compiler_options=options,
     )
-
-
-def _trace(model: Model) -> None:
-    """Checks the parts by tracing the model on one sequence."""
-    config = model.config
-    shape = (1, model.config.shape.max_target_length)
-    ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def logits(params: Params, ids_BT: jax.Array) -> jax.Array:
-        """Returns the logits of one sequence [1, T], to trace the whole forward pass."""
-        batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
-        return model.merge(params)(batch)
-
-    logits_BTV = jax.eval_shape(logits, model.abstract, ids_BT)
-    losses = functools.partial(per_token_losses, config=config.objective)
-    jax.eval_shape(losses, logits_BTV, ids_BT)

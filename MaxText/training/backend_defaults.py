@@ -94,6 +94,9 @@ def resolve_auto(  # noqa: C901
         problem = _flash_problem(config, backend, sharding)
         chosen, reason = ("blocked", problem) if problem else ("flash", "scores stay on the chip")
         attention = choose("attention", attention, chosen, reason, may_be_flash)
+        if chosen == "flash":
+            hooked = flash_attention.hook_reasons(config)
+            lines.extend(f"attention: flash, in other layers blocked ({why})" for why in hooked)
     return _with(config, "attention", attention=attention), lines
 
 

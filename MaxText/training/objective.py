@@ -1,12 +1,14 @@
 """Language-model losses, over the whole sequence or in chunks.
 
 `loss_sums` is the forward pass of the train step and of the evaluation: hidden states, logits, and
-the losses of the objective, summed over targets. Its callers divide.
+the losses of the objective, summed over targets. Its callers divide. An objective is a function of
+logits and targets (`per_token_losses`), or a class that reads the model (model_objective.py).
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks of a sequence.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,14 +16,27 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.config.registry import lookup, register
+from MaxText.errors import UserError
 from MaxText.layers.assembly.decoder import Decoder
-from MaxText.layers.batch import Batch
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.lowering.head_and_loss import head_gradients_first, target_logits
+from MaxText.layers.params import Params
 from MaxText.layers.part import Scalars
-from MaxText.layers.part_outputs import check
+from MaxText.layers.part_outputs import check, describe
+from MaxText.training.metric_names import IN_NATS, name_problem
+from MaxText.training.model_objective import (
+    FrozenParams,
+    Objective,
+    ObjectiveContext,
+    ObjectiveSums,
+    frozen_models,
+    logits_of,
+    objective_class,
+    objective_config,
+)
 
-IN_NATS = "lm_loss"  # name of a loss that is a cross entropy, in nats
 # Losses by name, and log(Z) or None; float32 [B, T] each.
 LossesAndLogZ = tuple[dict[str, jax.Array], jax.Array | None]
 # Of the cross entropy: logits [B, T, V], targets [B, T] and log Z [B, T].
@@ -67,10 +82,19 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+class LossTotals(NamedTuple):
+    """What the sums of a whole global batch are divided by; float32 scalars."""
+
+    target_weight: jax.Array  # sum of the weights of the targets
+    weight: jax.Array  # the same, but at least 1: a batch of only padding has loss 0
+    tokens: jax.Array  # number of tokens without padding
+    by_name: Scalars  # instead of `weight`, for losses and metrics with weights of their own
+
+
 class LossSums(NamedTuple):
     """Sums over a batch, or over a part of one; float32 scalars.
 
-    Weights are those of the targets, `Batch.loss_mask_BT`.
+    Weights are those of the targets, `Batch.loss_mask_BT`, unless the objective has others.
     """
 
     target_sums: Scalars  # weighted; to divide by the sum of the weights
@@ -80,27 +104,77 @@ class LossSums(NamedTuple):
     # Weighted sum of the cross entropy in nats beside an objective that has none. Not minimized: it
     # compares models that are trained with different objectives.
     nats: jax.Array | None = None
+    metric_sums: Scalars = {}  # of the objective, not minimized; weighted  # noqa: RUF012
 
     @property
     def total(self) -> jax.Array:
         """Sum of all losses at the targets."""
         return sum(self.target_sums.values())  # type: ignore[return-value]
 
-    @property
-    def in_nats(self) -> jax.Array:
-        """Sum of weighted negative log-probabilities, or else the total."""
-        return self.target_sums.get(IN_NATS, self.total)
-
-    def means(self, weight: jax.Array, tokens: jax.Array) -> Scalars:
+    def means(self, totals: LossTotals) -> Scalars:
         """Returns every loss; their sum is minimized.
 
         Args:
-          weight: Sum of the weights of the targets.
-          tokens: From `num_tokens`.
+          totals: Of the whole batch.
         """
-        return {name: value / weight for name, value in self.target_sums.items()} | {
-            name: value / tokens for name, value in self.token_sums.items()
+        return _means(self.target_sums, totals) | {
+            name: value / totals.tokens for name, value in self.token_sums.items()
         }
+
+    def other_means(self, totals: LossTotals) -> Scalars:
+        """Returns what is reported beside the losses and not minimized.
+
+        Args:
+          totals: Of the whole batch.
+        """
+        means = _means(self.metric_sums, totals)
+        if self.log_z is not None:
+            means["log_z"] = self.log_z / totals.weight
+        if self.nats is not None:
+            means[IN_NATS] = self.nats / totals.weight
+        return means
+
+
+def _means(sums: Scalars, totals: LossTotals) -> Scalars:
+    """Returns sums divided by the weight of each."""
+    return {name: value / totals.by_name.get(name, totals.weight) for name, value in sums.items()}
+
+
+def loss_totals(model: Model, batch: Batch) -> LossTotals:
+    """Returns what the losses of a batch are divided by.
+
+    Args:
+      model: With its objective.
+      batch: The whole global batch, before it is split into microbatches.
+    """
+    target_weight = jnp.sum(batch.loss_mask_BT)
+    return LossTotals(
+        target_weight=target_weight,
+        weight=jnp.maximum(target_weight, 1.0),
+        tokens=num_tokens(batch),
+        by_name={
+            name: jnp.maximum(weight, 1.0) for name, weight in loss_weights(model, batch).items()
+        },
+    )
+
+
+def loss_weights(model: Model, batch: Batch) -> Scalars:
+    """Returns the weights of losses that are not those of the targets, of a batch.
+
+    Args:
+      model: With its objective.
+      batch: The whole global batch, or one of evaluation.
+    """
+    objective = objective_class(model.config)
+    if objective is None:
+        return {}
+    weights = objective.weights(objective_config(model.config), batch)
+    is_valid = isinstance(weights, dict) and all(jnp.shape(x) == () for x in weights.values())
+    check(is_valid and IN_NATS not in weights, objective, "weights", weights, _WEIGHTS)
+    return {name: jnp.asarray(weight, jnp.float32) for name, weight in weights.items()}
+
+
+_WEIGHTS = f"{{name: scalar}} without {IN_NATS}, which is divided by the weight of the targets"
 
 
 def num_tokens(batch: Batch) -> jax.Array:
@@ -134,16 +208,16 @@ def entmax_losses(
 def per_token_losses(
     logits_BTV: jax.Array, targets_BT: jax.Array, config: ObjectiveConfig
 ) -> LossesAndLogZ:
-    """Returns the losses of the registered objective at each target.
+    """Returns the losses of the registered function at each target.
 
-    An objective is a function of its own keys (else of `config`), float32 logits
+    An objective of this form is a function of its own keys (else of `config`), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
     minimized, and log(Z) [B, T] or None. A loss named lm_loss is a cross entropy in nats, so it has
     a perplexity. Beside an objective without one, `loss_sums` computes it from the logits. Names of
-    other metrics of a step, such as grad_norm, are not free: that metric replaces the loss.
+    other metrics of a step, such as grad_norm, are refused (metric_names.py).
 
-    T may be a chunk of the sequence (num_vocab_tiling), and `is_in_nats` traces the objective with
-    logits [1, 1, 2], so the sizes come from the arrays and not from the configuration.
+    B and T come from the arrays: T may be a chunk of the sequence (num_vocab_tiling), and
+    `is_in_nats` traces the function with logits [1, 1, V].
     """
     objective = lookup("objective", config.loss_type)
     outputs = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
@@ -155,14 +229,38 @@ def per_token_losses(
     return outputs
 
 
-def is_in_nats(config: ObjectiveConfig) -> bool:
-    """Returns whether a loss is in nats and has a perplexity.
+def is_in_nats(model: Model) -> bool:
+    """Returns whether a loss of a model's objective is in nats and has a perplexity.
 
-    Traces the objective for the names of its losses, with a single token and a vocabulary of 2.
+    Traces a function with a single token, and a class with the model on one sequence.
     """
-    shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    losses, _ = jax.eval_shape(functools.partial(per_token_losses, config=config), *shapes)
+    config = model.config
+    if objective_class(config) is not None:
+        return IN_NATS in abstract_loss_sums(model).target_sums
+    logits = jax.ShapeDtypeStruct((1, 1, config.shape.vocab_size), jnp.float32)
+    targets = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    function = functools.partial(per_token_losses, config=config.objective)
+    losses, _ = jax.eval_shape(function, logits, targets)
     return IN_NATS in losses
+
+
+@functools.lru_cache(maxsize=32)
+def abstract_loss_sums(model: Model) -> LossSums:
+    """Returns the shapes of `loss_sums` of one sequence in training.
+
+    Raises:
+      UserError: A part or the objective returns something else than it has to, or a name of a loss
+        is taken.
+    """
+
+    def sums(params: Params, batch: Batch, frozen: FrozenParams) -> LossSums:
+        loss_weights(model, batch)  # to check them, too
+        decoder = model.merge(params)
+        return loss_sums(decoder, batch, model.config.objective, training=True, frozen=frozen)
+
+    frozen = {name: x.model.abstract for name, x in frozen_models(model.config).items()}
+    batch = batch_shapes(1, model.config.shape.max_target_length, with_documents=True)
+    return jax.eval_shape(sums, model.abstract, batch, frozen)
 
 
 class _HeadSums(NamedTuple):
@@ -174,6 +272,10 @@ class _HeadSums(NamedTuple):
     nats: jax.Array | None
 
 
+# From logits [b, t, V], targets [b, t] and loss weights [b, t] to sums over them.
+_SumsOfLogits = Callable[[jax.Array, jax.Array, jax.Array], _HeadSums]
+
+
 def loss_sums(
     decoder: Decoder,
     batch: Batch,
@@ -182,6 +284,7 @@ def loss_sums(
     *,
     training: bool = False,
     count_correct: bool = False,
+    frozen: FrozenParams | None = None,
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches.
 
@@ -195,51 +298,178 @@ def loss_sums(
       dropout_key: Random key of dropout and routing; None for none.
       training: Whether the model is trained, as opposed to evaluated.
       count_correct: Whether to count the targets that are the most probable token.
+      frozen: Parameters of the models that the objective reads and does not train.
     """
-    h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
+    objective = decoder.objective
+    layers = () if objective is None else objective.read_layers()
+    states = decoder.read_layers(layers, batch, dropout_key, training=training)
+    h_BTD = states.h_BTD
     if training:  # so that there are gradients, whose order matters on TPU
         h_BTD = head_gradients_first(h_BTD, decoder.head, decoder.token_embedder)
-    head_state = decoder.head_state(h_BTD, batch)  # None unless the head reads other tokens
-    # In the sequence, to tell a head its chunk. Those in `batch` are positions in the document.
-    positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
+    context = ObjectiveContext(
+        layer_outputs=states.of_layers,
+        frozen={} if objective is None else _merged(decoder, frozen or {}),
+        dropout_key=dropout_key,
+        training=training,
+        num_chunks=config.num_vocab_tiling,
+    )
+    if objective is None:
+        losses = functools.partial(per_token_losses, config=config)
+        sums = _function_sums(decoder, batch, h_BTD, context, losses, count_correct=count_correct)
+    else:
+        sums = _class_sums(decoder, batch, h_BTD, context, count_correct=count_correct)
+    sums = sums._replace(token_sums=states.scalars)
+    _check_names(sums, config)
+    return sums
 
-    def head_sums(
-        h_BTD: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array, positions_BT: jax.Array
+
+def _function_sums(
+    decoder: Decoder,
+    batch: Batch,
+    h_BTD: jax.Array,
+    context: ObjectiveContext,
+    per_token: Callable[[jax.Array, jax.Array], LossesAndLogZ],
+    *,
+    count_correct: bool,
+) -> LossSums:
+    """Returns the sums of an objective that is a function of logits, without those of layers.
+
+    Args:
+      decoder: The model with its parameters.
+      batch: Arrays [B, T].
+      h_BTD: What the head reads.
+      context: Of the objective.
+      per_token: From logits and targets to losses, as `per_token_losses`.
+      count_correct: As in `loss_sums`.
+    """
+
+    def sums_of_logits(
+        logits_BTV: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array
     ) -> _HeadSums:
-        """Returns sums over a chunk of tokens: h_BTD [b, t, D] and [b, t] of the others."""
-        logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
-        losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
+        losses, log_z_BT = per_token(logits_BTV, targets_BT)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * loss_mask_BT)
-        nats = None
-        if IN_NATS not in losses:
-            nats_BT, _ = cross_entropy(jax.lax.stop_gradient(logits_BTV), targets_BT)
-            nats = jnp.sum(nats_BT * loss_mask_BT)
-        correct = None
-        if count_correct:
-            is_correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
-            correct = jnp.sum(is_correct_BT * loss_mask_BT)
-        return _HeadSums(summed, correct, log_z, nats)
+        return _HeadSums(
+            losses=summed,
+            correct=_correct(logits_BTV, targets_BT, loss_mask_BT) if count_correct else None,
+            log_z=log_z,
+            nats=None if IN_NATS in losses else _nats(logits_BTV, targets_BT, loss_mask_BT),
+        )
 
-    tokens = (h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT)
-    if config.num_vocab_tiling == 1:
-        sums = head_sums(*tokens)
-    else:
-        chunks = tuple(_split_length(x, config.num_vocab_tiling) for x in tokens)
-        # The backward pass recomputes a chunk's logits instead of saving all of them.
-        chunk_sums = jax.lax.map(lambda chunk: jax.checkpoint(head_sums)(*chunk), chunks)
-        sums = jax.tree.map(jnp.sum, chunk_sums)
+    sums = _head_sums(decoder, batch, h_BTD, context, sums_of_logits)
     return LossSums(
         target_sums=sums.losses,
-        token_sums=scalars,
+        token_sums={},
         correct=sums.correct,
         log_z=sums.log_z,
         nats=sums.nats,
     )
 
 
-def _split_length(x_BT: jax.Array, num_chunks: int) -> jax.Array:
-    """Reshapes [B, T, ...] to [chunks, B, T / chunks, ...]."""
-    batch_size, length = x_BT.shape[:2]
-    x_BCT = x_BT.reshape(batch_size, num_chunks, length // num_chunks, *x_BT.shape[2:])
-    return jnp.moveaxis(x_BCT, 1, 0)
+def _class_sums(
+    decoder: Decoder,
+    batch: Batch,
+    h_BTD: jax.Array,
+    context: ObjectiveContext,
+    *,
+    count_correct: bool,
+) -> LossSums:
+    """Returns the sums of an objective that reads the model, without those of layers.
+
+    What it does not compute itself comes from another pass of the head, without gradient.
+    """
+    objective = decoder.objective
+    assert isinstance(objective, Objective)
+    outputs = _checked(objective, objective(decoder, batch, h_BTD, context))
+    needs_nats = IN_NATS not in outputs.losses and IN_NATS not in outputs.metrics
+    sums = LossSums(
+        target_sums=dict(outputs.losses), token_sums={}, metric_sums=dict(outputs.metrics)
+    )
+
+    def sums_of_logits(
+        logits_BTV: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array
+    ) -> _HeadSums:
+        logits_BTV = jax.lax.stop_gradient(logits_BTV)
+        return _HeadSums(
+            losses={},
+            correct=_correct(logits_BTV, targets_BT, loss_mask_BT) if count_correct else None,
+            log_z=None,
+            nats=_nats(logits_BTV, targets_BT, loss_mask_BT) if needs_nats else None,
+        )
+
+    if not needs_nats and not count_correct:
+        return sums
+    beside = _head_sums(decoder, batch, jax.lax.stop_gradient(h_BTD), context, sums_of_logits)
+    return sums._replace(correct=beside.correct, nats=beside.nats)
+
+
+def _head_sums(
+    decoder: Decoder,
+    batch: Batch,
+    h_BTD: jax.Array,
+    context: ObjectiveContext,
+    sums_of_logits: _SumsOfLogits,
+) -> _HeadSums:
+    """Applies the head, in chunks, and returns sums over all tokens."""
+
+    def head_sums(
+        logits: Callable[[], jax.Array], targets_BT: jax.Array, loss_mask_BT: jax.Array
+    ) -> _HeadSums:
+        return sums_of_logits(logits(), targets_BT, loss_mask_BT)
+
+    logits = logits_of(decoder, batch, h_BTD)
+    return context.in_chunks(head_sums, logits, batch.targets_BT, batch.loss_mask_BT)
+
+
+def _nats(logits_BTV: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array) -> jax.Array:
+    """Returns the weighted sum of the cross entropy, without gradient."""
+    nats_BT, _ = cross_entropy(jax.lax.stop_gradient(logits_BTV), targets_BT)
+    return jnp.sum(nats_BT * loss_mask_BT)
+
+
+def _correct(logits_BTV: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array) -> jax.Array:
+    """Returns the weight of the targets that are the (first) argmax."""
+    is_correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
+    return jnp.sum(is_correct_BT * loss_mask_BT)
+
+
+def _merged(decoder: Decoder, frozen: FrozenParams) -> dict[str, Decoder]:
+    """Returns the frozen models of a decoder's objective with their parameters."""
+    models = frozen_models(decoder.config)
+    missing = models.keys() - frozen.keys()
+    if missing:
+        raise ValueError(
+            f"the objective reads frozen models without parameters: {', '.join(sorted(missing))}; "
+            "pass those of read_frozen_params as `frozen`"
+        )
+    return {name: model.model.merge(frozen[name]) for name, model in models.items()}
+
+
+def _checked(objective: Objective, outputs: ObjectiveSums) -> ObjectiveSums:
+    """Returns what an objective returned; UserError unless it has the form of ObjectiveSums."""
+    is_valid = isinstance(outputs, ObjectiveSums) and bool(outputs.losses)
+    is_valid = is_valid and all(jnp.shape(x) == () for x in jax.tree.leaves(outputs))
+    expected = "ObjectiveSums({name: scalar}, {name: scalar}) with at least one loss"
+    check(is_valid, objective, "__call__", outputs, expected)
+    return outputs
+
+
+def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
+    """Raises UserError if a loss or metric has the name of another one.
+
+    A second number under a name would replace the first one in the records of a run.
+    """
+    objective = lookup("objective", config.loss_type)
+    for name in (*sums.target_sums, *sums.metric_sums):
+        if problem := name_problem(name):
+            raise UserError(f"{describe(objective)} returned {name!r}, {problem}")
+    for name in sums.token_sums:
+        problem = name_problem(name)
+        if name in sums.target_sums or name in sums.metric_sums:
+            problem = f"which is also a loss of {describe(objective)}"
+        if name == IN_NATS:
+            problem = "the name of the cross entropy of the whole model"
+        if problem:
+            raise UserError(f"a layer returned the loss {name!r}, {problem}: rename it")
+    for name in sums.target_sums.keys() & sums.metric_sums.keys():
+        raise UserError(f"{describe(objective)} returned {name!r} as a loss and as a metric")

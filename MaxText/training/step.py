@@ -27,25 +27,22 @@ from MaxText.layers.lowering.optimizer_update import (
 from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
-from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
+from MaxText.training.model_objective import FrozenParams
+from MaxText.training.objective import LossTotals, loss_sums, loss_totals
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]  # scalars by name
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-# Metrics of a step that are no part of its loss, besides norms by layer, "grad_norm/layer_0".
-_NOT_LOSSES = frozenset(
-    ("log_z", "grad_norm", "update_norm", "param_norm", "learning_rate", "total_weights")
-)
+# (state, batch) -> (state, metrics); (state, batch, frozen parameters) for an objective with some.
+TrainStep = Callable[..., tuple[TrainState, Metrics]]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
 
 
-class _Totals(NamedTuple):
-    """What the losses of a whole global batch are divided by, float32 scalars."""
+class _Constants(NamedTuple):
+    """What the losses of all microbatches of a step share."""
 
-    weight: jax.Array  # of the targets, at least 1
-    tokens: jax.Array  # number of tokens without padding
+    totals: LossTotals  # of the whole global batch
+    frozen: FrozenParams  # parameters that the objective reads
 
 
 class _LossesAndGradients(NamedTuple):
@@ -56,7 +53,7 @@ class _LossesAndGradients(NamedTuple):
     gradients: Params  # of the sum of the losses, in the dtype of the parameters
 
 
-_GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _LossesAndGradients]
+_GradientFunction = Callable[[Params, Batch, _Constants, jax.Array | None], _LossesAndGradients]
 
 
 def make_initialize(
@@ -82,7 +79,7 @@ def make_initialize(
     return initialize
 
 
-def make_train_step(  # noqa: C901
+def make_train_step(
     model: Model,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -117,18 +114,15 @@ def make_train_step(  # noqa: C901
     objective = model.config.objective
 
     def losses_and_gradients(
-        params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
+        params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
     ) -> _LossesAndGradients:
+        totals, frozen = constants
+
         def loss_function(params: Params) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
             decoder = model.merge(params)
-            sums = loss_sums(decoder, batch, objective, dropout_key, training=True)
-            losses = sums.means(*totals)
-            other_means = {}
-            if sums.log_z is not None:
-                other_means["log_z"] = sums.log_z / totals.weight
-            if sums.nats is not None:
-                other_means[IN_NATS] = sums.nats / totals.weight
-            return _sum(losses), (losses, other_means)
+            sums = loss_sums(decoder, batch, objective, dropout_key, training=True, frozen=frozen)
+            losses = sums.means(totals)
+            return _sum(losses), (losses, sums.other_means(totals))
 
         (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
         losses, other_means = means
@@ -138,8 +132,12 @@ def make_train_step(  # noqa: C901
     if num_microbatches > 1:
         of_whole_batch = _accumulated(losses_and_gradients, num_microbatches)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch, frozen: FrozenParams | None = None
+    ) -> tuple[TrainState, Metrics]:
         """Returns the state after one step, and metrics of the step: scalars on the devices.
+
+        `frozen` are the parameters that the objective reads and does not train.
 
         1. Losses and gradients of the batch. An offloaded optimizer state comes to the device
            after them, when activations have left it.
@@ -156,10 +154,8 @@ def make_train_step(  # noqa: C901
 
         # 1. Losses and gradients.
         dropout_key = _dropout_key(model, state.step)
-        total_weight = jnp.sum(batch.loss_mask_BT)
-        # A batch of only padding has loss 0 and no gradient.
-        totals = _Totals(jnp.maximum(total_weight, 1.0), num_tokens(batch))
-        losses, other_means, gradients = of_whole_batch(params, batch, totals, dropout_key)
+        constants = _Constants(loss_totals(model, batch), frozen or {})
+        losses, other_means, gradients = of_whole_batch(params, batch, constants, dropout_key)
         if offloads_opt_state:
             gradients, opt_state = fetch_from_host(gradients, opt_state)
         loss = jnp.asarray(_sum(losses))
@@ -200,7 +196,7 @@ def make_train_step(  # noqa: C901
 
         metrics |= {
             "loss": loss,
-            "total_weights": total_weight,
+            "total_weights": constants.totals.target_weight,
             "param_norm": optax.tree.norm(new_params),
             "learning_rate": learning_rate,
         }
@@ -229,20 +225,20 @@ def _accumulated(
     """
 
     def accumulate(
-        params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
+        params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
     ) -> _LossesAndGradients:
         def add_microbatch(
             sums: _LossesAndGradients, microbatch_and_index: tuple[Batch, jax.Array]
         ) -> tuple[_LossesAndGradients, None]:
             microbatch, index = microbatch_and_index
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            share = losses_and_gradients(params, microbatch, totals, key)
+            share = losses_and_gradients(params, microbatch, constants, key)
             return jax.tree.map(jnp.add, sums, share), None
 
         # [B, T] -> [microbatches, B / microbatches, T]
         microbatches = jax.tree.map(lambda x: split_batch(x, num_microbatches), batch)
         first = jax.tree.map(lambda x: x[0], microbatches)
-        shapes = jax.eval_shape(losses_and_gradients, params, first, totals, dropout_key)
+        shapes = jax.eval_shape(losses_and_gradients, params, first, constants, dropout_key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         indices = jnp.arange(num_microbatches)
         return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
@@ -257,14 +253,6 @@ def _add_updates(params: Params, updates: optax.Updates) -> Params:
 
 def _sum(metrics: Metrics) -> jax.Array:
     return sum(metrics.values())  # type: ignore[return-value]
-
-
-def is_loss(name: str) -> bool:
-    """Returns whether a metric of a train step is its loss, a part of it, or a loss beside it.
-
-    These are reported as means since the last report, so that the parts add up to the loss.
-    """
-    return "/" not in name and name not in _NOT_LOSSES and name not in spike_guard.METRICS
 
 
 def _norm_per_layer(model: Model, **trees: Params) -> Metrics:

@@ -168,6 +168,17 @@ def test_files_of_another_checkpoint_are_refused(run, kept, target, source):
     assert "step 4: " in warning
 
 
+def test_spaces_and_the_order_of_keys_in_json_files_mean_nothing(run, kept):
+    for name in ("iter", "metadata"):
+        path = run / "checkpoints" / "4" / name / "metadata"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(dict(reversed(content.items())), indent=2))
+    state, position, metadata = restored(run)
+    assert_bit_equal(state, kept[4])
+    assert position == {"step": 5, "seed": 5}
+    assert metadata == checkpoint_metadata(CONFIG, kept[4].params)
+
+
 def test_metadata_of_another_step_with_the_same_arrays_are_refused(tmp_path):
     """As after a skipped step: checksums of arrays alone do not tell the two apart."""
     checkpoints = CheckpointManager(tmp_path / "checkpoints", CheckpointingConfig())

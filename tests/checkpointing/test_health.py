@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 
 import pytest
 from etils import epath
@@ -50,6 +51,41 @@ def test_the_rule_decides_about_checkpoints_and_the_newest_state(tmp_path):
         health.begin(first_step, last_skipped=-1)
         health.observe_steps(5, last_skipped=-1)
         assert health.is_newest_healthy() == expected
+
+
+def test_validation_losses_come_back_exactly(tmp_path):
+    health = healthy_checkpoints(tmp_path)
+    for step, loss in ((9, 1 / 3), (19, math.inf), (4, 2.5)):
+        health.observe_evaluation(step, loss)
+    stored = json.loads(json.dumps(health.evaluations, allow_nan=False))
+    assert stored == [[4, 2.5], [9, 1 / 3], [19, None]]
+    resumed = healthy_checkpoints(tmp_path)
+    resumed.restore_evaluations(stored)
+    assert resumed.evaluations == health.evaluations
+    # At most 1,000, the newest ones.
+    for step in range(20, 1_100):
+        health.observe_evaluation(step, 1.0)
+    assert [step for step, _ in health.evaluations] == list(range(100, 1_100))
+
+
+def test_retention_protects_the_first_candidate_that_is_not_refused_for_good(tmp_path):
+    class EvenSteps(HealthyCheckpoints):
+        def is_healthy(self, evidence):
+            return evidence.step % 2 == 0 and super().is_healthy(evidence)
+
+    health = EvenSteps(epath.Path(tmp_path), 3, pytest.fail)
+    assert health.steps_to_preserve() == set()
+    for step in (5, 7):
+        health.add_candidate(step)
+    assert health.steps_to_preserve() == set()
+    for step in (8, 10):
+        health.add_candidate(step)
+    assert health.steps_to_preserve() == {8}
+    health.observe_steps(11, last_skipped=-1)
+    assert health.steps_to_preserve() == {8, 10}
+    health.observe_steps(13, last_skipped=-1)
+    health.add_candidate(13)
+    assert health.steps_to_preserve() == {10}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import yaml
 from MaxText.config import maxtext_keys
 from MaxText.config.loading import load, load_config, review_file
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.schema import all_keys, all_names, flatten
+from MaxText.config.schema import all_keys, flatten
 
 # The keys of MaxText 0.2.5's base.yml and of its documentation, one per line.
 MAXTEXT = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8").split()
@@ -19,7 +19,7 @@ def test_known_one_way_or_another():
     for name in MAXTEXT:
         assert sum(name in kind for kind in kinds) == 1, name
     for old, new in maxtext_keys.ALIASES.items():
-        assert new in all_names()
+        assert new in all_keys()
         assert old not in all_keys()
 
 
@@ -86,7 +86,7 @@ def test_python_values_and_files_are_translated_too(write):
 def test_keys_of_other_programs_name_the_key_here():
     for name, (_, key) in maxtext_keys.REFERENCE_KEYS.items():
         assert not {name} & {*all_keys(), *maxtext_keys.ALIASES, *maxtext_keys.UNSUPPORTED}
-        assert key in all_names()
+        assert key in all_keys()
     with pytest.raises(ConfigurationError) as caught:
         load([f"{name}=something" for name in maxtext_keys.REFERENCE_KEYS])
     for whose, key in maxtext_keys.REFERENCE_KEYS.values():

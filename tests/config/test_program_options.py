@@ -1,11 +1,13 @@
 """Options of programs besides the keys of a configuration."""
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
+from MaxText.config.keys import Count, NonNegative
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.program_options import describe, integer_option, option, read_options
+from MaxText.config.program_options import describe, option, read_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,10 +15,37 @@ class Options:
     """Options of a test."""
 
     from_: str = option("", "Source.", required=True)
-    number: int = integer_option(1, "How many.", minimum=1)
+    number: Count = option(1, "How many.", metavar="NUMBER")
+    rate: NonNegative | None = option(None, "How much.")
+    size: Literal["whole", "half"] = option("whole", "Of what.")
     fast: bool = option(False, "Whether it is fast.")
     kind: str = option("", "100 % of one kind.", choices=("fine", "coarse"))
     extra_flag: tuple[str, ...] = option((), "More of them.", repeated=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("number=1e3", 1000), ("number=1_000", 1000), ("rate=none", None), ("rate=0.5", 0.5)],
+)
+def test_options_are_read_as_keys(typed, value):
+    parsed = read_options(Options, ["from=x", typed])
+    assert getattr(parsed.options, typed.partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "accepted"),
+    [
+        ("number=1.5", "number: '1.5' is not an integer", "an integer, >= 1"),
+        ("number=9e99", "number: '9e99' is beyond integers of 64 bits", "an integer, >= 1"),
+        ("rate=-1", "rate: -1.0 is not >= 0", "a number or null, >= 0"),
+        ("size=large", "size: 'large' is not among the choices", "one of whole, half"),
+        ("from=none", "from= is missing", "Source."),
+    ],
+)
+def test_wrong_values_of_options(typed, message, accepted):
+    (problem,) = read_options(Options, ["from=x", typed]).problems
+    assert problem.message == message
+    assert ("accepted", accepted) in problem.context
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 import json
 import time
 import tracemalloc
+from pathlib import PurePosixPath
+from typing import Annotated
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import AfterValidator, Field
 
 from MaxText.config import values
+from MaxText.config.keys import Count
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import all_keys, flatten
@@ -109,6 +113,73 @@ def test_python_values():
     for wrong in ({"packing": "true"}, {"steps": "3"}, {"steps": True}, {"run_name": 3}):
         with pytest.raises(ConfigurationError, match=r"load_config\(\)"):
             load_config(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "mlp_activations=[gelo, gelu, silv]",
+            "'gelo' is not among the choices; 'silv' is not among the choices",
+        ),
+        ("axial_pos_shape=[1.5, 2, x]", "'1.5' is not an integer; 'x' is not an integer"),
+        ("adamw_mask=[[1],[2],[3],[4],[5]]", "[1] is not text; [2] is not text; [3] is not text"),
+        ("adamw_mask=[[1],[2],[3],[4],[5]]", "; and 2 more\n"),
+        (
+            "weight_decay_overrides=[[a, x], [b]]",
+            "'x' is not a finite number; [b] has too few parts",
+        ),
+        ("weight_decay_overrides=[[a, 1, 2]]", "[a, 1, 2] has too many parts"),
+        ("dropout_rates.embedding=1", "1.0 is not < 1"),
+        ("max_to_keep=0", "0 is not >= 1"),
+        ("head_dim=0", "0 is not allowed"),
+        ("scan_layers=2", "'2' is not one of auto or true or false"),
+    ],
+)
+def test_messages_have_all_that_is_wrong_with_a_value(argument, message):
+    with pytest.raises(ConfigurationError) as caught:
+        load([argument])
+    assert len(caught.value.problems) == 1
+    assert message in str(caught.value)
+
+
+def _even(number: int) -> int:
+    if number % 2:
+        raise ValueError("is odd")
+    return number
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (tuple[Count, ...], "[1, 2e3]", (1, 2000)),
+        (tuple[Count | None, ...], "[1, none]", (1, None)),
+        (Annotated[int, AfterValidator(_even)], "4", 4),
+        (Annotated[str, Field(min_length=3)], "007", "007"),
+        (PurePosixPath, "a/b", PurePosixPath("a/b")),
+        (dict[str, int], "{a: 1}", {"a": 1}),
+    ],
+)
+def test_types_of_users_parts(annotation, text, value):
+    converted = values.convert(values.from_text(text), annotation)
+    assert converted == value
+    assert type(converted) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "message"),
+    [
+        (tuple[Count, ...], "[0, 1, x]", "0 is not >= 1; 'x' is not an integer"),
+        (Annotated[int, AfterValidator(_even)], "3", "3 is odd"),
+        (Annotated[str, Field(min_length=3)], "{}", "{} is not text"),
+        (Annotated[str, Field(min_length=3)], "07", "'07' is refused: String should have at least"),
+        (dict[str, int], "{a: x}", "'x' is refused: Input should be a valid integer"),
+    ],
+)
+def test_wrong_values_of_users_types(annotation, text, message):
+    with pytest.raises(values.InvalidValueError) as caught:
+        values.convert(values.from_text(text), annotation)
+    assert str(caught.value).startswith(message)
 
 
 def test_file_values(write):

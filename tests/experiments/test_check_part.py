@@ -71,9 +71,37 @@ def test_an_optimizer_that_goes_up_is_found():
             lambda **other_keys: load_config(**TRAINED | SIZES | {"opt_type": "up"} | other_keys)
         )
         updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
-        assert "the loss goes from" in (find_problem(updates, subject) or "")
+        problem = find_problem(updates, subject)
+        assert problem is not None
+        assert "the loss goes from" in problem.description
+        assert problem.remedy == updates.remedy
     finally:
         registry.forget(__file__)
+
+
+def test_an_exception_has_a_remedy_of_its_own(tmp_path, monkeypatch, capsys):
+    """It is none of the check that happens to meet it first, and is told once."""
+    file = tmp_path / "broken.py"
+    source = (REPOSITORY / PART).read_text(encoding="utf-8")
+    file.write_text(source.replace("    def _output(self", "    def output(self"))
+    line = next(
+        number
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+        if "._output(" in text
+    )
+    monkeypatch.setattr("MaxText.conformance.checks.CHECKS", CHECKS[2:6])
+    try:
+        assert run_main("check_part.py", [str(file)]) == 1
+    finally:
+        registry.forget(str(file))
+    results = capsys.readouterr().out
+    assert [text for text in results.splitlines() if "FAILED" in text or "raised" in text] == [
+        "  causality       FAILED: AttributeError: 'RunningMean' object has no attribute '_output'",
+        f"{'':18}raised at broken.py:{line}, before anything was compared",
+        "  documents       FAILED: as causality",
+        "  padding         FAILED: as causality",
+        "  gradients       FAILED: as causality",
+    ]
 
 
 def assert_all_ok(results):

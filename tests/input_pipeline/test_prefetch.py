@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from MaxText.config.data_sections import DataRetryOptions
+from MaxText.config.data_sections import DataRetryConfig
 from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.iterator import EvalBatches
@@ -108,7 +108,7 @@ def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
 
 def reader_of(source, **limits):
     """Batches of a source other than BatchSource."""
-    return EvalBatches(source, [], Retries(DataRetryOptions(**limits), quiet))
+    return EvalBatches(source, [], Retries(DataRetryConfig(**limits), quiet))
 
 
 def test_a_hang_that_does_not_end_is_an_error(monkeypatch):

@@ -5,12 +5,13 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from MaxText.config.layer_sections import Activation, NotElementwise
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.feed_forward.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, rrelu
-from tests.small_models import tiny_config
+from tests.small_models import random_params, tiny_config
 
 X = np.concatenate([np.linspace(-6, 6, 25), [-30.0, 30.0]])
 SIGMOID = 1 / (1 + np.exp(-X))
@@ -120,6 +121,42 @@ def test_every_activation_of_the_schema_exists():
     assert set(get_args(Activation)) == set(ACTIVATIONS)
     assert set(get_args(NotElementwise)) == FUNCTIONS.keys() - ACTIVATIONS.keys()
     assert FUNCTIONS.keys() - ACTIVATIONS.keys() < FORMULAS.keys()
+
+
+@pytest.mark.parametrize("num_experts", [1, 2])
+def test_inputs_of_activations_are_clamped(num_experts):
+    """The GLU of gpt-oss: min(g, c) sigmoid(1.702 min(g, c)) (clip(u, -c, c) + 1)."""
+    limit = 0.4
+    config = tiny_config(
+        mlp_activations=["quick_gelu", "linear_plus_one"],
+        mlp_activations_limit=limit,
+        num_experts=num_experts,
+        share_layer_params=True,
+    )
+    model = Model(config.model)
+    params = random_params(model)
+    decoder = model.merge(jax.tree.map(lambda leaf: leaf[0], params))
+    mlp = decoder.layers.mlp
+    x = np.random.default_rng(0).normal(size=(1, 8, 32)).astype(np.float32)
+    experts = mlp.experts if num_experts > 1 else mlp
+
+    def kernel(name, expert):
+        weights = getattr(experts, name)
+        return np.float64(weights[...][expert] if num_experts > 1 else weights.kernel[...])
+
+    def output(expert):
+        gate = np.minimum(x @ kernel("wi_0", expert), limit)
+        up = np.clip(x @ kernel("wi_1", expert), -limit, limit)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1) @ kernel("wo", expert)
+
+    expected = output(0)
+    if num_experts > 1:
+        p = np.asarray(jax.nn.softmax(mlp.gate(x)))
+        outputs = np.stack([output(expert) for expert in range(num_experts)])
+        best = p.argmax(-1)
+        expected = p.max(-1)[..., None] * np.where(best[..., None] == 0, *outputs)
+    found = mlp(jnp.asarray(x), ForwardContext().for_layer(0))[0]
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_random_slopes_are_even_between_an_eighth_and_a_third():

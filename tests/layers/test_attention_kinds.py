@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.conformance.comparison import matmul_flops
 from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.attention.linear_attention import (
     bidirectional_linear_attention,
@@ -84,6 +85,15 @@ def test_a_window_is_a_mask(window, length, causal):
     found = softmax(q, k, v, spec, segments_BT=segments)
     bias = -slopes[:, None, None] * np.abs(gaps)
     np.testing.assert_allclose(found, dense(q, k, v, mask, bias, 0.3), atol=2e-6)
+
+
+def test_products_of_a_window_grow_with_the_length_and_not_its_square():
+    def flops(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 4), jnp.float32)
+        run = functools.partial(dot_product_attention, spec=AttentionSpec(window=16))
+        return matmul_flops(jax.make_jaxpr(run)(x, x, x).jaxpr)
+
+    assert flops(2048) / flops(512) < 4.2
 
 
 def test_memories_are_keys_that_all_see():

@@ -87,6 +87,53 @@ def test_parallel_parts_read_the_same_stream(shared):
     check_first_layer(model, params, by_hand)
 
 
+@pytest.mark.parametrize("arrangement", ["sequential", "parallel"])
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_norms_of_outputs(placement, arrangement):
+    _, model, params = built(
+        norm_placement=placement,
+        block_arrangement=arrangement,
+        residual_multiplier=0.3,
+        use_layer_scalar=True,
+    )
+
+    def by_hand(layer, x, context):
+        def normed_input(norm, x):
+            return x if placement == "post" else getattr(layer, f"pre_{norm}_layer_norm")(x)
+
+        mixed = attention(layer, normed_input("self_attention", x), context)
+        h = x + 0.3 * layer.post_self_attention_layer_norm(mixed)
+        of_mlp = x if arrangement == "parallel" else h
+        fed = layer.mlp(normed_input("mlp", of_mlp), context)[0]
+        return (h + 0.3 * layer.post_mlp_layer_norm(fed)) * layer.layer_scalar.scale[...]
+
+    check_first_layer(model, params, by_hand)
+    norms = {name.split("/")[1] for name in model.parameters if "layer_norm" in name}
+    sides = ("post",) if placement == "post" else ("post", "pre")
+    assert norms == {
+        f"{side}_{part}_layer_norm" for side in sides for part in ("self_attention", "mlp")
+    }
+
+
+def test_layers_of_different_kinds_have_their_norms():
+    """A hybrid of OLMo: attention with post-norm, other layers with pre-norm."""
+    _, model, _ = built(
+        "llama2",
+        layer_pattern="PQ",
+        layer_kinds={"P": {"norm_placement": "post"}, "Q": {"norm_placement": "sandwich"}},
+        mlp_activations=["relu2"],
+    )
+    norms = sorted(name for name in model.parameters if "layer_norm" in name)
+    assert norms == [
+        "layers/0/post_mlp_layer_norm/scale",
+        "layers/0/post_self_attention_layer_norm/scale",
+        "layers/1/post_mlp_layer_norm/scale",
+        "layers/1/post_self_attention_layer_norm/scale",
+        "layers/1/pre_mlp_layer_norm/scale",
+        "layers/1/pre_self_attention_layer_norm/scale",
+    ]
+
+
 @pytest.mark.parametrize("doubles", [False, True])
 def test_a_layer_without_attention_has_its_feed_forward_alone(doubles):
     _, model, params = built(

@@ -83,7 +83,81 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | DROPS,
     ),
+    "post-norm and pre-norm layers, joint norms": (
+        "llama2",
+        {
+            "layer_pattern": "AL",
+            "layer_kinds": {
+                "A": {
+                    "norm_placement": "post",
+                    "qk_norm_scope": "joint",
+                    "position_embedding": "none",
+                },
+                "L": {"mixer": "local_attention", "sliding_window_size": 3, "rope_type": "yarn"},
+            },
+            "use_qk_norm": True,
+            "base_num_kv_heads": 2,
+            "rope_truncate": False,
+            "rope_attention_factor": 1.3,
+            "residual_multiplier": 0.7,
+        }
+        | DROPS,
+    ),
+    "sandwich norms, global layers without values": (
+        "gemma",
+        {
+            "base_num_decoder_layers": 3,
+            "layer_pattern": "LLG",
+            "layer_kinds": {
+                "L": {"mixer": "local_attention", "sliding_window_size": 4},
+                "G": {
+                    "head_dim": 8,
+                    "base_num_kv_heads": 1,
+                    "share_kv_projections": True,
+                    "rope_type": "proportional",
+                    "rotary_pct": 0.5,
+                },
+            },
+            "norm_placement": "sandwich",
+            "use_layer_scalar": True,
+            "use_qk_norm": True,
+            "use_v_norm": True,
+            "base_num_kv_heads": 2,
+        },
+    ),
 }
+COHERE = {
+    "block_arrangement": "parallel",
+    "parallel_residual_shared_norm": True,
+    "normalization_type": "layer_norm",
+    "normalization_bias": False,
+    "use_qk_norm": True,
+    "qk_norm_type": "layer_norm",
+    "qk_norm_scope": "separate",
+    "base_num_kv_heads": 2,
+    "rope_pairs": "adjacent",
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 3.0,
+}
+NANOCHAT = {
+    "block_norm_parametric": False,
+    "embedding_norm": True,
+    "embedding_norm_parametric": False,
+    "final_norm_parametric": False,
+    "use_qk_norm": True,
+    "qk_norm_with_scale": False,
+    "qk_norm_after_rotary": True,
+    "mlp_activations": ["relu2"],
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_short_factors": [1.1, 1.3],
+    "rope_long_factors": [2.0, 4.0],
+    "rope_attention_factor": 1.2,
+    "original_max_position_embeddings": 1,  # all documents are longer
+    "temperature_tuning_beta": 0.3,
+}
+CLAMPED = {"mlp_activations": ["quick_gelu", "linear_plus_one"], "mlp_activations_limit": 0.5}
 # Their parts are above, or have golden tests; with the slow tests.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "memories, macaron, axial positions": (
@@ -107,6 +181,28 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "denseformer, experts": (
         "denseformer",
         UNROLLED | {"num_experts": 4, "dense_aggregation_impl": "sum"},
+    ),
+    "Cohere": ("llama2", COHERE),
+    "nanochat": ("llama2", NANOCHAT),
+    "LongRoPE, tuned temperature, clamped GLU": ("llama2", LONGROPE | CLAMPED),
+    "clamped experts, xIELU": (
+        "llama2",
+        TWO_EXPERTS
+        | CLAMPED
+        | UNROLLED
+        | {"moe_activations": ["silu", "linear"], "moe_layers": [1], "mlp_activations": ["xielu"]},
+    ),
+    "parallel, sandwich norms": (
+        "gpt_neox",
+        {"norm_placement": "sandwich", "parallel_residual_shared_norm": True, "rotary_pct": 0.5},
+    ),
+    "muddformer, post-norm": (
+        "muddformer",
+        MUDD | {"norm_placement": "post", "matmul_precision": "highest"},
+    ),
+    "denseformer, sandwich norms": (
+        "denseformer",
+        UNROLLED | {"norm_placement": "sandwich", "dense_aggregation_impl": "sum"},
     ),
     "muddpythia": ("muddpythia", MUDD | {"rotary_pct": 0.5}),
     "muddformer_prepost": ("muddformer_prepost", MUDD),
@@ -186,8 +282,11 @@ OPTIONS: list[list[dict[str, Any]]] = [
         {"use_macaron": True},
         {"use_rezero": True},
     ],
+    [{}, {"norm_placement": "post"}, {"norm_placement": "sandwich", "use_layer_scalar": True}],
     [
         {},
+        LONGROPE,
+        {"rope_pairs": "adjacent", "rotary_pct": 0.5},
         {"position_embedding": "learned"},
         {"position_embedding": "axial", "axial_pos_shape": [3, 4]},
         {"position_embedding": "alibi"},
@@ -206,7 +305,13 @@ OPTIONS: list[list[dict[str, Any]]] = [
     [{}, {"share_layer_params": True}, UNROLLED | {"dense_conn": True}],
     [{}, UNROLLED | {"remat_policy": "full"}],
     [{}, {"logits_via_embedding": True, "final_norm": False}, HEAD_QK],
-    [{}, {"base_num_kv_heads": 2, "use_qk_norm": True}, BIASES | {"base_num_kv_heads": 1}],
+    [
+        {},
+        {"base_num_kv_heads": 2, "use_qk_norm": True},
+        BIASES | {"base_num_kv_heads": 1},
+        {"use_qk_norm": True, "qk_norm_scope": "joint", "qk_norm_after_rotary": True},
+        {"base_num_kv_heads": 2, "use_v_norm": True, "share_kv_projections": True},
+    ],
     [{}, DROPS],
 ]
 NUM_TESTED = 2  # rows in a run of the slow tests

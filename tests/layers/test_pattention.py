@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.layer_sections import PattentionConfig, ZoomDims
+from MaxText.config.layer_sections import PattentionConfig, ZoomDimsConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path
@@ -95,10 +95,10 @@ def test_numbers_of_slots_and_zooms_that_are_derived():
     some = PattentionConfig(slot_num=10, proj_slot_num=7)
     assert [some.num_slots(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]
     assert [some.zoom(place, 32) for place in ("qkv", "proj", "ffn")] == [10, 7, 40]
-    fixed = PattentionConfig(slot_num=10, zoom_dim=6, zoom_dims=ZoomDims(ffn=9))
+    fixed = PattentionConfig(slot_num=10, zoom_dim=6, zoom_dims=ZoomDimsConfig(ffn=9))
     assert [fixed.zoom(place, 32) for place in ("qkv", "proj", "ffn")] == [6, 6, 9]
-    assert fixed.model_copy(update={"zoom_dims": ZoomDims()}).zoom("ffn", 32) == 24
-    assert fixed.model_copy(update={"zoom_dims": ZoomDims(ffn=0)}).zoom("ffn", 32) == 40
+    assert fixed.model_copy(update={"zoom_dims": ZoomDimsConfig()}).zoom("ffn", 32) == 24
+    assert fixed.model_copy(update={"zoom_dims": ZoomDimsConfig(ffn=0)}).zoom("ffn", 32) == 40
 
 
 def test_drop_path_takes_or_leaves_whole_sequences():

@@ -155,6 +155,11 @@ def test_positions_of_a_module(parts):
     )
 
 
+def test_values_of_its_own_are_not_the_keys():
+    with pytest.raises(ConfigurationError, match="it computes values of its own"):
+        tiny_config(**VALUE_RESIDUAL, share_kv_projections=True)
+
+
 def test_keys_of_attention_act_in_a_mixer_derived_from_it():
     given = {"attention_scale": 0.5, "strict_config": True}
     tiny_config(**VALUE_RESIDUAL | given)

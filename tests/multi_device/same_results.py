@@ -11,7 +11,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
-from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.objective import loss_sums, loss_totals
 from MaxText.training.step import make_train_step
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal
 from tests.checkpointing.small_state import start as start_run
@@ -50,7 +50,7 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     def run(params, batch):
         def loss(params):
             sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            means = sums.means(batch.loss_mask_BT.sum(), num_tokens(batch))
+            means = sums.means(loss_totals(model, batch))
             return sum(means.values()), means
 
         return jax.grad(loss, has_aux=True)(params)

@@ -11,7 +11,12 @@ from MaxText.layers.attention.attention_core import (
     AttentionSpec,
     dot_product_attention,
 )
-from MaxText.layers.attention.ring_attention import _Ring, ring_attention
+from MaxText.layers.attention.ring_attention import (
+    _Ring,
+    ring_attention,
+    ring_unsupported_reason,
+)
+from tests.layers.attention_ideas import IDEAS
 
 pytestmark = pytest.mark.multi_device
 
@@ -86,6 +91,49 @@ def test_the_same_outputs_and_gradients(name):
             jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
         ):
             np.testing.assert_allclose(actual, reference, atol=1e-5)
+
+
+IN_A_RING = [name for name in IDEAS if name not in ("softpick", "selective")]
+
+
+@pytest.mark.parametrize("name", IN_A_RING)
+def test_hooks_and_sinks(name):
+    """With memories, documents, fewer and wider values, and heads on two devices."""
+    idea = IDEAS[name]
+    generator = np.random.default_rng(0)
+
+    def drawn(*shape):
+        return generator.normal(size=shape).astype(np.float32)
+
+    arrays = (drawn(B, T, N, H), drawn(B, T, 2, H), drawn(B, T, 1, 5))
+    memories = (drawn(3, 2, H), drawn(3, 2, 5))
+    segments_BT = jnp.asarray(np.sort(generator.integers(0, 3, (B, T)), axis=1))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("context", "tensor"))
+    by_head = NamedSharding(mesh, PartitionSpec(None, "context", "tensor", None))
+    sharding = AttentionSharding(by_head, by_head)
+    weights_BTNW = drawn(B, T, N, 5)
+
+    def numbers(in_ring):
+        def weighted(parameter, memories, q, k, v):
+            spec = AttentionSpec(**idea.spec(parameter))
+            assert ring_unsupported_reason(spec) is None
+            given = {"segments_BT": segments_BT, "persistent_kv": memories, "block_size": 4}
+            if in_ring:
+                o = ring_attention(q, k, v, spec, sharding, **given)
+            else:
+                v = jnp.repeat(v, 2, axis=2)
+                o = dot_product_attention(q, k, v, spec, **given)
+            return (o * weights_BTNW).sum(), o
+
+        graded = jax.jit(jax.grad(weighted, argnums=(0, 1, 2, 3, 4), has_aux=True))
+        parameter = jnp.float32(0) if idea.parameter is None else jnp.asarray(idea.parameter)
+        return jax.block_until_ready(graded(parameter, memories, *arrays))
+
+    found = numbers(True)
+    for actual, reference in zip(
+        jax.tree.leaves(found), jax.tree.leaves(numbers(False)), strict=True
+    ):
+        np.testing.assert_allclose(actual, reference, atol=2e-5)
 
 
 def test_copies_and_blocks_are_no_more_than_needed():

@@ -1,11 +1,13 @@
 """A training loop whose parts write down what they are called for; its train step adds 1."""
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 from etils import epath
 
-from MaxText.config.training_sections import EvaluationConfig, RunConfig
+from MaxText.checkpointing.health import HealthyCheckpoints
+from MaxText.config.training_sections import CheckpointingConfig, EvaluationConfig, RunConfig
 from MaxText.errors import WaitCancelledError
 from MaxText.run import loop as loop_module
 from MaxText.run.loop import CompiledModel, Loop, Records, RunData, StepSchedule, Supervision
@@ -18,7 +20,7 @@ class TrainStep:
         return True
 
     def __call__(self, state, batch):
-        metrics = {"loss": 10.0 - state.step, "num_skipped": 0}
+        metrics = {"loss": 10.0 - state.step, "grad_norm": 1.0, "param_norm": 1.0}
         params = {"w": state.params["w"] + 1}
         return SimpleNamespace(step=state.step + 1, params=params, guard=None), metrics
 
@@ -77,6 +79,7 @@ class Rollback:
     """Goes back to `restored_step` once `trigger` is set."""
 
     num_rollbacks = 0
+    problems = ()
 
     def __init__(self, calls, batches):
         self.calls, self.batches = calls, batches
@@ -94,11 +97,11 @@ class Rollback:
 
 
 class Checkpoints:
-    """Due after the steps of `due`."""
+    """Due after the steps of `due`; healthy after 3 accepted steps."""
 
     def __init__(self, calls, due):
         self.calls, self.due, self.saved, self.waits = calls, due, {}, 0
-        self.health = SimpleNamespace(observe_evaluation=lambda step, loss: None)
+        self.health = HealthyCheckpoints(epath.Path("unused"), 3, calls.append)
 
     def should_save(self, step, last_step):
         return step in self.due
@@ -107,6 +110,9 @@ class Checkpoints:
         assert position["step"] == state.step == step + 1
         self.calls.append(("save", step))
         self.saved[step] = metadata
+
+    def promote_final(self, last_step, problems):
+        return self.health.is_newest_healthy(problems)
 
     def wait(self):
         self.waits += 1
@@ -159,14 +165,18 @@ class SmallLoop:
             profiler=profiler,
             terminal=SimpleNamespace(line=self.lines.append),
             lineage=SimpleNamespace(progress=lambda step: {}, metadata=lambda step: {}),
-            trend=SimpleNamespace(state={}),
+            trend=SimpleNamespace(state={}, diverged="", outlier_limit=math.inf),
             log_data_events=lambda batches, step: None,
         )
         evaluation = EvaluationConfig(
             eval_interval=eval_interval, target_eval_loss=target_eval_loss
         )
         self.loop = Loop(
-            config=SimpleNamespace(evaluation=evaluation, run=RunConfig(steps=last_step + 1)),
+            config=SimpleNamespace(
+                evaluation=evaluation,
+                run=RunConfig(steps=last_step + 1),
+                checkpoint=CheckpointingConfig(),
+            ),
             state=state_before(first_step),
             schedule=StepSchedule(
                 step=first_step,
@@ -194,7 +204,9 @@ class SmallLoop:
             supervision=Supervision(
                 rollback=self.rollback,
                 learning_checks=SimpleNamespace(
-                    gradients_due=lambda step: False, check_first_batch=lambda batch: None
+                    gradients_due=lambda step: False,
+                    check_first_batch=lambda batch: None,
+                    finish=lambda state: None,
                 ),
                 watchdog=SimpleNamespace(
                     enter=lambda phase, step: None,

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.training_sections import GuardConfig
+from MaxText.run import loop as loop_module
 from MaxText.run.final_state import broken_state_reason, skipped_at_end
 from MaxText.training.spike_guard import initial_state
+from tests.run.small_loop import SmallLoop
 
 
 def guard_after(skipped, window=8):
@@ -72,3 +74,39 @@ def test_without_a_guard_the_limit_and_finite_numbers_decide():
     assert judged([(3.0, None)], grad_norm=math.inf)[0]
     # Parameters that the batch does not use can be broken, too.
     assert judged([(3.0, False)], param_norm=math.nan)[0]
+
+
+# --- What a run says about its final state ------------------------------------------------------
+
+
+def judged_run(monkeypatch, last_skipped, *, skipped_at_the_end=0, diverged=""):
+    """The problem that ends a run of 10 steps, and its lines; healthy takes 3 accepted steps."""
+    small = SmallLoop(monkeypatch, last_step=9)
+    small.run()
+    small.run_logger.trend.diverged = diverged
+    small.checkpoints.health.observe_steps(9, last_skipped)
+    monkeypatch.setattr(loop_module, "skipped_at_end", lambda guard, step: skipped_at_the_end)
+    return small.loop.judge_final_state(), small.lines
+
+
+@pytest.mark.parametrize("last_skipped", [-1, 6])
+def test_a_healthy_final_state_needs_no_words(monkeypatch, last_skipped):
+    assert judged_run(monkeypatch, last_skipped) == ("", [])
+
+
+def test_a_final_state_that_is_not_promoted_is_a_warning_and_no_failure(monkeypatch):
+    problem, (line,) = judged_run(monkeypatch, last_skipped=7)
+    assert problem == ""
+    assert line.startswith(
+        "WARNING: the state after step 9 is not promoted as healthy: 2 steps were accepted since "
+        "step 7 was skipped, fewer than healthy_after_steps=3."
+    )
+
+
+def test_a_failure_says_no_more_than_is_known(monkeypatch):
+    problem, lines = judged_run(monkeypatch, last_skipped=9, skipped_at_the_end=3)
+    assert problem == (
+        "the last 3 steps, up to step 9, were all skipped; the state before them is not broken"
+    )
+    assert lines == []  # the error is enough
+    assert judged_run(monkeypatch, -1, diverged="the loss rose") == ("", [])

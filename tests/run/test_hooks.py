@@ -65,7 +65,7 @@ def test_what_they_see(monkeypatch):
     small.run()
     first, _ = seen
     assert (first.step, first.state.step, first.params) == (2, 3, {"w": 3})
-    assert first.metrics == {"loss": 8.0, "num_skipped": 0}
+    assert first.metrics == {"loss": 8.0, "grad_norm": 1.0, "param_norm": 1.0}
     assert (first.model, str(first.run_folder)) == ("the model", "the run folder")
     assert first.config.run.steps == 6
 

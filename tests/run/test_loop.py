@@ -34,7 +34,7 @@ def test_the_order_of_a_step(monkeypatch):
     small = SmallLoop(monkeypatch, hooks=hooks, checkpoints_after={2, 4, 5}, eval_interval=3)
     calls = small.calls
     assert small.run() == COMPLETED
-    with_all = ["report", "snapshot", "hook", "evaluate", "save"]
+    with_all = ["report", "hook", "evaluate", "snapshot", "save"]
     assert small.after(2) == with_all
     assert small.after(3) == ["snapshot", "report"]  # one step late
     assert small.after(4) == ["report", "snapshot", "save"]
@@ -42,6 +42,15 @@ def test_the_order_of_a_step(monkeypatch):
     assert [metadata["evaluation_is_due"] for metadata in small.checkpoints.saved.values()] == [
         False
     ] * 3
+
+
+def test_a_checkpoint_has_the_validation_losses_up_to_its_step(monkeypatch):
+    small = SmallLoop(
+        monkeypatch, checkpoints_after={2, 3, 5}, eval_interval=3, eval_losses={2: 7.0}
+    )
+    small.run()
+    saved = {step: metadata["evaluations"] for step, metadata in small.checkpoints.saved.items()}
+    assert saved == {2: [(2, 7.0)], 3: [(2, 7.0)], 5: [(2, 7.0), (5, 9.0)]}
 
 
 def test_a_stop_request_saves_and_leaves_the_evaluation_to_the_next_start(monkeypatch):
@@ -58,7 +67,7 @@ def test_a_stop_request_saves_and_leaves_the_evaluation_to_the_next_start(monkey
 def test_a_stop_request_during_an_evaluation_saves(monkeypatch):
     small = SmallLoop(monkeypatch, eval_interval=3, eval_losses={2: None})
     assert small.run() == PREEMPTED
-    assert small.after(2) == ["snapshot", "report", "evaluate", "save"]
+    assert small.after(2) == ["report", "evaluate", "snapshot", "save"]
     assert small.checkpoints.saved[2]["evaluation_is_due"]
 
 
@@ -72,7 +81,7 @@ def test_a_stop_request_while_waiting_for_data_saves_the_step_before(monkeypatch
 def test_the_last_step_is_not_interrupted(monkeypatch):
     small = SmallLoop(monkeypatch, last_step=2, eval_interval=9, stop_after={2})
     assert small.run() == COMPLETED
-    assert small.after(2) == ["report", "snapshot", "evaluate"]
+    assert small.after(2) == ["report", "evaluate", "snapshot"]
 
 
 def test_a_reached_target_ends_the_run_with_a_checkpoint(monkeypatch):

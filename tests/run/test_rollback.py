@@ -143,6 +143,15 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     assert not is_healthy(made(first_step=40, last_skipped=38)[0])
 
 
+@pytest.mark.parametrize(("how", "expected"), [("resume", [(19, 2.5)]), ("parameters", [])])
+def test_a_restart_knows_the_validation_losses_of_its_own_training(how, expected):
+    evaluations = [[19, 2.5], [29, None]]  # the latter of a step after the restored state
+    start = RestoreResult(state_after(24), 25, None, "", how, {"evaluations": evaluations})
+    checkpoints = CheckpointManager()
+    RollbackController(SECTION, checkpoints, EventLog([]).emit, Batches(), None, start)
+    assert checkpoints.health.evaluations == expected
+
+
 def test_rollback_to_the_newest_healthy_checkpoint_before_the_divergence():
     rollback, checkpoints, batches, rows = made(CheckpointManager(good=(10, 50, 58)))
     diverging(rollback)

@@ -25,6 +25,23 @@ def test_a_lock_says_who_holds_it(tmp_path):
     assert f"process {os.getpid()} on {socket.gethostname()}" in line
 
 
+def test_no_damage_of_a_file_with_its_digest_is_read(tmp_path):
+    """Every truncation and a flipped bit of every byte, as of the list of healthy checkpoints."""
+    path = tmp_path / "healthy.json"
+    assert atomic.read_json_with_digest(path, "healthy") is None
+    atomic.write_json_with_digest(path, "healthy", [2, 100])
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))]
+    for index in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[index] ^= 1 << (index % 8)
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError):  # noqa: PT011
+            atomic.read_json_with_digest(path, "healthy")
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_modes_follow_the_umask(umask, tmp_path):
     descriptor, file = tempfile.mkstemp(dir=tmp_path)

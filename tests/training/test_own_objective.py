@@ -17,8 +17,8 @@ from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training import objective, spike_guard
 from MaxText.training.assembly import setup_train
+from MaxText.training.metric_names import is_loss
 from MaxText.training.objective import is_in_nats
-from MaxText.training.step import is_loss
 from tests.small_models import (
     assert_close,
     made_for_training,
@@ -120,8 +120,8 @@ def test_they_conform_and_decode():
 
 def test_the_objective_is_what_training_minimizes():
     config = tiny_config(**KEYS | {"steps": 2})
-    assert not is_in_nats(config.model.objective)
-    assert is_in_nats(tiny_config().model.objective)
+    assert not is_in_nats(Model(config.model))
+    assert is_in_nats(Model(tiny_config().model))
     model, state, step = trainer(config)
     initial = state.params
     batch = random_batch(config, 2)
@@ -146,7 +146,7 @@ def test_the_objective_is_what_training_minimizes():
     row = report.row()
     np.testing.assert_allclose([row["eval/avg_loss"], row["eval/lm_loss"]], [expected, nats], 1e-5)
     assert "log_z" in losses[0]
-    np.testing.assert_allclose(sums["focal_loss"] / sums["total_weights"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums["loss/focal_loss"] / sums["total_weights"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

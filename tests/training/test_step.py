@@ -12,6 +12,7 @@ from MaxText.cost import device_memory
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import make_eval_step
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.layers.assembly.decoder import HiddenStates
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.lowering import head_and_loss
@@ -29,11 +30,13 @@ ONE_LAYER = {"base_num_decoder_layers": 1, "adam_weight_decay": 0.0}
 class Linear:
     """In place of a decoder: its hidden states are given, its head is a matrix."""
 
+    objective = None
+
     def __init__(self, params):
         self.h_BTD, self.kernel = params
 
-    def hidden_states(self, batch, key, training):
-        return self.h_BTD, {}
+    def read_layers(self, layers, batch, key, training):
+        return HiddenStates(self.h_BTD, {}, {})
 
     def head_state(self, h_BTD, batch):
         return None
@@ -231,11 +234,12 @@ def test_each_microbatch_drops_out_other_values():
     assert step(later, both)[1]["loss"] != dropped
 
 
-@pytest.mark.parametrize("place", ["embedding", "attention", "residual"])
+@pytest.mark.parametrize("place", ["embedding", "attention", "residual", "path"])
 def test_dropout_at_each_place(place):
-    keys = {"dropout_rate": 0.5, "enable_dropout": False}
+    keys = {"dropout_rate": 0.5, "drop_path": 0.5, "enable_dropout": False}
     assert tiny_config(**keys).model.dropout.rate(place) == 0
-    config = tiny_config(**{f"dropout_rates.{place}": 0.5}, base_num_decoder_layers=1)
+    key = "drop_path" if place == "path" else f"dropout_rates.{place}"
+    config = tiny_config(**{key: 0.5}, base_num_decoder_layers=1)
     batch, model = random_batch(config, rows=2), Model(config.model)
     plain = Model(tiny_config(base_num_decoder_layers=1).model)
     params = jax.jit(model.initialize)(jax.random.key(1))

@@ -52,7 +52,7 @@ _OPTIONS_OF_IDS = {"add_bos", "add_eos", "prepare_minimum_tokens", "prepare_sepa
 _OPTIONS_OF_TRAINED_TOKENIZERS = {"tokenizer_vocab_size", "tokenizer_special_tokens"}
 # Of fsspec; the first ones upload single files at best, and to few servers.
 _READ_ONLY_PROTOCOLS = {"http", "https", "data", "github", "git", "libarchive", "tar", "zip"}
-# Keys that affect neither the dataset nor its manifest, and `records`, stored by entry.
+# Fields that affect neither the dataset nor its manifest, and `records`, stored by dotted key.
 _NOT_IN_MANIFEST = {"prepare_num_workers", "prepare", "records"}
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.

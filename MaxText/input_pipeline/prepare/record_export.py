@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from MaxText.config.data_sections import ExportedRecords, PreparationConfig
+from MaxText.config.data_sections import ExportedRecordsConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.tables import require_pyarrow
@@ -135,7 +135,7 @@ class RecordExport:
     file_format: Literal["tfrecord", "array_record", "parquet"]
     kind: Literal["documents", "chunks", "strided", "text"]  # of a record's content
     field: str  # of the ids or the text
-    keys: ExportedRecords
+    keys: ExportedRecordsConfig
 
     def plan(self, manifest: Manifest) -> list[RecordFileJob]:
         """Returns the files to write, in the order of splits and documents."""
@@ -402,5 +402,5 @@ def _report(
 
 
 def record_options(preparation: PreparationConfig) -> dict[str, Any]:
-    """Returns the entries of the key `records`, as users type them: {"records.name": ...}."""
-    return {f"records.{name}": value for name, value in preparation.records.as_dict().items()}
+    """Returns the values of the section `records`, by key: {"records.name": ...}."""
+    return {f"records.{name}": value for name, value in preparation.records}

@@ -1,14 +1,15 @@
 """The decoder: embedding, a stack of blocks, final norm, head.
 
 `hidden_states` is the forward pass of training, up to the final norm, and `logits` is the head.
-Between both the loss may divide the sequence into chunks (training/objective.py).
+Between both the loss may divide the sequence into chunks (training/objective.py). `read_layers`
+also returns the outputs of some layers, for objectives that read them.
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
-import functools
 import math
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
+from MaxText.errors import UserError
 from MaxText.layers import part_outputs
 from MaxText.layers.assembly.block import Block
 from MaxText.layers.assembly.block_variants import block_class
 from MaxText.layers.assembly.layer_loops import apply_scanned, apply_unrolled
 from MaxText.layers.assembly.pipeline import pipeline_apply
 from MaxText.layers.assembly.remat import apply_remat
-from MaxText.layers.assembly.stack import stack
+from MaxText.layers.assembly.stack import Blueprint, stack
 from MaxText.layers.batch import Batch
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
@@ -32,7 +34,9 @@ from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
 from MaxText.layers.part import (
+    Carry,
     DecodeState,
+    LayerIndex,
     LayerInputs,
     Position,
     PreNormalized,
@@ -46,8 +50,41 @@ States = tuple[DecodeState, ...]  # decode states: one per layer, then the head'
 _HEAD_AXES = ("activation_embed_and_logits_batch", "activation_length")
 
 
+class HiddenStates(NamedTuple):
+    """Results of the forward pass up to the head."""
+
+    h_BTD: jax.Array  # after the final norm: what the head reads
+    scalars: Scalars  # auxiliary losses of layers, summed over tokens
+    # Output [B, T, D] of each layer that was asked for, by its index: the residual stream after it.
+    of_layers: dict[int, jax.Array]
+
+
+class _LayerCarry(NamedTuple):
+    """What layers pass on."""
+
+    state: Carry  # of the connection
+    # Outputs of the layers that are read, by index; zeros before that layer. They are carried
+    # because a value inside of a scan, or on another stage of a pipeline, cannot be reached from
+    # outside. Without any, a tree without leaves.
+    outputs: dict[int, jax.Array]
+
+
+class _UnrolledResult(NamedTuple):
+    """Results of layers that are applied one by one."""
+
+    y_BTD: jax.Array  # what the final norm reads
+    scalars: Scalars  # summed over layers
+    states: States  # decode states
+    outputs: dict[int, jax.Array]  # of the layers that are read
+
+
 class Decoder(nnx.Module):
-    """A causal language model composed of the configured parts."""
+    """A causal language model composed of the configured parts.
+
+    Attributes:
+      objective: The objective, if it is a class, which may have weights of its own; None if it is a
+        function of logits.
+    """
 
     rows: ClassVar = {"token_embedder": "token embedding"}
 
@@ -60,64 +97,27 @@ class Decoder(nnx.Module):
         """
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
-        numerics = config.numerics
-        precision = config.numerics.matmul_precision
-        whole_model = LayerConfig(config, config.shape.dimensions)
+        whole_model = LayerConfig(config, config.shape.dimensions)  # for parts outside of layers
         layers = config.layers
-
-        def init_of(layer: LayerConfig) -> Init:
-            """Returns sizes, initializers and dtypes of a layer's parts."""
-            return Init(
-                dimensions=layer.dimensions,
-                initializers=initializers(config.initialization, layer.dimensions),
-                dtype=jnp.dtype(numerics.dtype),
-                weight_dtype=jnp.dtype(numerics.weight_dtype),
-                precision=None if precision == "default" else precision,
-                zero_centered_norms=config.block.normalization_zero_centered,
-            )
-
-        init = init_of(whole_model)
-        D = init.dimensions.emb_dim
-        V = init.dimensions.vocab_size
+        init = _make_init(config, whole_model)
         self.config = config
-        scale = math.sqrt(D) if config.embedding.scale_embedding else None
-        used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
-        self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        make_model_norm = functools.partial(make_norm, config.block, init, rngs)
-        parametric = config.embedding.embedding_norm_parametric
-        has_norm = config.embedding.embedding_norm
-        self.embedding_norm = make_model_norm(parametric=parametric) if has_norm else None
-        quantizer = Quantizer(numerics)
-
-        def build_positions(layer: LayerConfig) -> Position:
-            part = lookup("position", layer.config.position.position_embedding)
-            return part.build(layer, init_of(layer), rngs)
-
-        # One encoding for the model, and one for each way in which layers differ from it.
-        first_layers: dict[Any, LayerConfig] = {}
-        for layer_config in (whole_model, *layers):
-            first_layers.setdefault(_positions_key(layer_config), layer_config)
-        self.position_embedder, *other_positions = map(build_positions, first_layers.values())
+        # Each part draws its weights from `rngs`, in this order.
+        self.token_embedder = _make_embedding(config, init, rngs)
+        self.embedding_norm = _make_embedding_norm(config, init, rngs)
+        layer_of_positions = _layer_of_positions([whole_model, *layers])
+        self.position_embedder, *other_positions = [
+            _make_position(config, layer, rngs) for layer in layer_of_positions.values()
+        ]
         self.other_positions = nnx.List(other_positions)
-
-        def build_block(index: int, rngs: nnx.Rngs) -> Block:
-            layer = layers[index]
-            built = block_class(layer)(layer, init_of(layer), rngs)
-            built.position_index = list(first_layers).index(_positions_key(layer))
-            return quantizer.quantize(built)
-
-        self.layers, self.blueprint = stack(
-            build_block, config.layer_plan, rngs, shared=config.block.share_layer_params
-        )
-        quantizer.check()
+        self.layers, self.blueprint = _make_layers(config, layers, list(layer_of_positions), rngs)
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
-        kind = config.head.final_normalization_type
-        kind = None if kind == "auto" else kind
-        parametric = config.head.final_norm_parametric
-        has_norm = config.head.final_norm
-        self.decoder_norm = make_model_norm(parametric=parametric, kind=kind) if has_norm else None
+        self.decoder_norm = _make_final_norm(config, init, rngs)
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, rngs)
+        # The last one, so that the weights drawn above do not depend on the objective.
+        objective = lookup("objective", config.objective.loss_type)
+        is_class = isinstance(objective, type)
+        self.objective = objective.build(whole_model, init, rngs) if is_class else None
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of whole sequences."""
@@ -131,11 +131,8 @@ class Decoder(nnx.Module):
         *,
         training: bool = False,
         drops_tokens: bool = True,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, Scalars]:
         """Returns final hidden states h_BTD, and auxiliary losses as sums over tokens.
-
-        Layers are unrolled (scan_layers=false), scanned, or on the stages of a pipeline. All three
-        apply `_layer`, and compute the same except for rounding and a pipeline's dropout.
 
         Args:
           batch: Arrays [B, T].
@@ -143,6 +140,40 @@ class Decoder(nnx.Module):
           training: As in ForwardContext.
           drops_tokens: As in ForwardContext.
         """
+        states = self.read_layers(
+            (), batch, dropout_key, training=training, drops_tokens=drops_tokens
+        )
+        return states.h_BTD, states.scalars
+
+    def read_layers(
+        self,
+        layers: Sequence[int],
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        training: bool = False,
+        drops_tokens: bool = True,
+    ) -> HiddenStates:
+        """Returns final hidden states, and the outputs of some layers.
+
+        Layers are unrolled (scan_layers=false), scanned, or on the stages of a pipeline. All three
+        apply `_layer`, and compute the same except for rounding and a pipeline's dropout.
+
+        Args:
+          layers: Indices of the layers whose outputs are returned. Each needs memory for one hidden
+            state, however deep the model is.
+          batch: Arrays [B, T].
+          dropout_key: RNG key of dropout and routing in all layers; None disables them.
+          training: As in ForwardContext.
+          drops_tokens: As in ForwardContext.
+
+        Raises:
+          UserError: The model has no such layer.
+        """
+        num_layers = self.config.shape.dimensions.num_layers
+        for layer in layers:
+            if not 0 <= layer < num_layers:
+                raise UserError(f"layer {layer} cannot be read: there are 0 to {num_layers - 1}")
         memory = self.config.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
@@ -158,14 +189,14 @@ class Decoder(nnx.Module):
         num_stages = current_num_stages()
 
         if num_stages == 1 and memory.scan_layers is not True:
-            x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
-            return self._normalized(x_BTD), scalars
+            result = self._unrolled(x_BTD, context, None, memory.remat_policy, layers)
+            return HiddenStates(self._normalized(result.y_BTD), result.scalars, result.outputs)
 
         # A pipeline passes the context of each microbatch.
-        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
+        def apply(layer: Block, carry: _LayerCarry, index: LayerIndex, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
-        arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
+        arguments = self.layers, self.blueprint, self._begin(x_BTD, layers)
         if num_stages > 1:
             schedule = self.config.pipeline_schedule(num_stages)
             carry, scalars = pipeline_apply(
@@ -173,10 +204,11 @@ class Decoder(nnx.Module):
             )
         else:
             carry, scalars = apply_scanned(*arguments, apply, memory.remat_policy)
-        x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
+        end = self.connections.end(carry.state)
+        x_BTD = part_outputs.check_like(self.connections, "end", end, x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")
-        return self._normalized(x_BTD), scalars
+        return HiddenStates(self._normalized(x_BTD), scalars, carry.outputs)
 
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
@@ -222,14 +254,31 @@ class Decoder(nnx.Module):
         """Applies the model for generation, layers unrolled: returns h_BTD and the new states."""
         x_BTD = self._embed(tokens_BT, positions_BT, context)
         layer_states = None if states is None else states[:-1]
-        x_BTD, _, new_states = self._unrolled(x_BTD, context, layer_states, "none")
-        h_BTD = self._normalized(x_BTD)
+        result = self._unrolled(x_BTD, context, layer_states, "none")
+        h_BTD = self._normalized(result.y_BTD)
         earlier = None if states is None else states[-1]
-        return h_BTD, (*new_states, self.head.state(h_BTD, tokens_BT, context, earlier))
+        return h_BTD, (*result.states, self.head.state(h_BTD, tokens_BT, context, earlier))
+
+    def _begin(self, x_BTD: jax.Array, layers: Sequence[int]) -> _LayerCarry:
+        """Returns what the first layer reads.
+
+        Args:
+          x_BTD: The embedding.
+          layers: Indices of the layers whose outputs are returned.
+        """
+        outputs = {
+            layer: with_logical_constraint(jnp.zeros_like(x_BTD), *HIDDEN) for layer in layers
+        }
+        return _LayerCarry(self.connections.begin(x_BTD), outputs)
 
     def _unrolled(
-        self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
-    ) -> tuple[jax.Array, Scalars, States]:
+        self,
+        x_BTD: jax.Array,
+        context: ForwardContext,
+        states: States | None,
+        policy: RematPolicy,
+        layers: Sequence[int] = (),
+    ) -> _UnrolledResult:
         """Applies the layers one by one, between the connections' beginning and end.
 
         Args:
@@ -237,19 +286,17 @@ class Decoder(nnx.Module):
           context: Facts about the batch.
           states: Decode state of each layer; None for whole sequences.
           policy: Of rematerialization.
-
-        Returns:
-          What the final norm reads [B, T, D], scalars summed over layers, and decode states.
+          layers: Indices of the layers whose outputs are returned.
         """
 
-        def apply(layer: Block, carry: Any, index: int, state: Any):
+        def apply(layer: Block, carry: _LayerCarry, index: int, state: DecodeState):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
 
         carry, scalars, states = apply_unrolled(
             self.layers,
             self.blueprint,
-            self.connections.begin(x_BTD),
+            self._begin(x_BTD, layers),
             apply,
             policy=policy,
             states=states,
@@ -257,20 +304,25 @@ class Decoder(nnx.Module):
         )
         end = apply_remat(self.connections.end, policy, in_scan=False)
         with scope("connections"):
-            y_BTD = part_outputs.check_like(self.connections, "end", end(carry), x_BTD)
+            y_BTD = part_outputs.check_like(self.connections, "end", end(carry.state), x_BTD)
             record(y_BTD, "output")
-        return y_BTD, scalars, states
+        return _UnrolledResult(y_BTD, scalars, states, carry.outputs)
 
     def _layer(
-        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
-    ) -> tuple[Any, Scalars, Any]:
+        self,
+        layer: Block,
+        carry: _LayerCarry,
+        context: ForwardContext,
+        index: LayerIndex,
+        state: DecodeState,
+    ) -> tuple[_LayerCarry, Scalars, DecodeState]:
         """Applies one layer: the connection reads its inputs, the block computes, it writes.
 
         With a residual stream, all inputs are `carry`, and the output is carried on.
 
         Args:
           layer: The block with its weights.
-          carry: What the layers before passed on, a tree of arrays [B, T, ...].
+          carry: What the layers before passed on, trees of arrays [B, T, ...].
           context: Facts about the batch.
           index: Index of the layer, from 0; an array inside a scan.
           state: Decode state of the mixer; None for whole sequences.
@@ -280,16 +332,21 @@ class Decoder(nnx.Module):
         """
         # Read inside the rematerialized layer, so that inputs are recomputed, not saved.
         with scope("connections"):
-            read = self.connections.read(index, carry, layer.stream_norms)
+            read = self.connections.read(index, carry.state, layer.stream_norms)
             emb_dim = self.config.shape.dimensions.emb_dim
-            inputs, carry_on = part_outputs.check_read(self.connections, read, carry, emb_dim)
+            inputs, carry_on = part_outputs.check_read(self.connections, read, carry.state, emb_dim)
             _record_inputs(inputs)
         shared = self.connections.shared(carry_on)
         context = context.for_layer(index, shared, layer.position_index)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
-        new_carry = self.connections.write(index, carry_on, y_BTD, context.shared)
-        return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
+        new_state = self.connections.write(index, carry_on, y_BTD, context.shared)
+        part_outputs.check_write(self.connections, carry.state, new_state)
+        outputs = {
+            number: jnp.where(index == number, y_BTD, output_BTD)
+            for number, output_BTD in carry.outputs.items()
+        }
+        return _LayerCarry(new_state, outputs), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
         """Returns the fields of ForwardContext that the position encodings set."""
@@ -357,6 +414,97 @@ class Decoder(nnx.Module):
             h_BTD = self.decoder_norm(x_BTD)
             record(h_BTD, "output")
         return h_BTD
+
+
+def _make_init(config: ModelConfig, layer: LayerConfig) -> Init:
+    """Returns sizes of a layer's parts, with the initializers and dtypes of the model."""
+    numerics = config.numerics
+    precision = numerics.matmul_precision
+    return Init(
+        dimensions=layer.dimensions,
+        initializers=initializers(config.initialization, layer.dimensions),
+        dtype=jnp.dtype(numerics.dtype),
+        weight_dtype=jnp.dtype(numerics.weight_dtype),
+        precision=None if precision == "default" else precision,
+        zero_centered_norms=config.block.normalization_zero_centered,
+    )
+
+
+def _make_embedding(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Embedding:
+    """Builds the table of tokens."""
+    D = init.dimensions.emb_dim
+    V = init.dimensions.vocab_size
+    scale = math.sqrt(D) if config.embedding.scale_embedding else None
+    used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
+    return Embedding(V, "vocab", init, rngs, scale, used_in)
+
+
+def _layer_of_positions(layers: Sequence[LayerConfig]) -> dict[Any, LayerConfig]:
+    """Returns the first layer of each position encoding, by the encoding's `_positions_key`.
+
+    Args:
+      layers: The whole model, then its layers, which may differ from it.
+    """
+    first_layers: dict[Any, LayerConfig] = {}
+    for layer in layers:
+        first_layers.setdefault(_positions_key(layer), layer)
+    return first_layers
+
+
+def _make_position(config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs) -> Position:
+    """Builds the position encoding that a layer reads."""
+    part = lookup("position", layer.config.position.position_embedding)
+    return part.build(layer, _make_init(config, layer), rngs)
+
+
+def _make_layers(
+    config: ModelConfig,
+    layers: Sequence[LayerConfig],
+    positions_keys: Sequence[Any],
+    rngs: nnx.Rngs,
+) -> tuple[Any, Blueprint]:
+    """Builds all blocks as one module, and its blueprint.
+
+    Args:
+      config: Of the model.
+      layers: Keys and sizes of each layer.
+      positions_keys: Those of the model's position encodings, in their order.
+      rngs: Draws the weights.
+    """
+    quantizer = Quantizer(config.numerics)
+
+    def make_block(index: int, rngs: nnx.Rngs) -> Block:
+        layer = layers[index]
+        block = block_class(layer)(layer, _make_init(config, layer), rngs)
+        block.position_index = positions_keys.index(_positions_key(layer))
+        return quantizer.quantize(block)
+
+    shared = config.block.share_layer_params
+    module_and_blueprint = stack(make_block, config.layer_plan, rngs, shared=shared)
+    quantizer.check()
+    return module_and_blueprint
+
+
+def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    """Builds the norm between the embedding and the first layer; None if the model has none."""
+    embedding = config.embedding
+    if not embedding.embedding_norm:
+        return None
+    return make_norm(config.block, init, rngs, parametric=embedding.embedding_norm_parametric)
+
+
+def _make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    """Builds the norm between the last layer and the head; None if the model has none."""
+    if not config.head.final_norm:
+        return None
+    kind = config.head.final_normalization_type
+    return make_norm(
+        config.block,
+        init,
+        rngs,
+        parametric=config.head.final_norm_parametric,
+        kind=None if kind == "auto" else kind,
+    )
 
 
 def _record_inputs(inputs: LayerInputs) -> None:

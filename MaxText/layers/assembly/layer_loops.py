@@ -7,6 +7,7 @@ of 1 layer that is repeated L times: `apply_scanned` is then a single jax.lax.sc
 """
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,22 +87,28 @@ def _cycle_weights(blueprint: Blueprint, weights: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
 
 
+class _CycleForm(enum.Enum):
+    """The form of the weights of one cycle, and where a layer finds its own in it."""
+
+    # The stored tree, which has one row for all layers. It is no input of the scan.
+    SHARED = enum.auto()
+    # One tree, whose row i is the i-th layer of the cycle. All runs have one layer: an inner scan
+    # cannot read some of the rows of a tree.
+    TREE = enum.auto()
+    # A list of one tree for each run, whose rows are the layers of the run.
+    TREE_PER_RUN = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True)
 class CycleScan:
     """A scan over repeats of a cycle of layers.
 
     A cycle consists of runs of like layers: GGG* has a run of 3 and a run of 1. A run of several
-    layers is a scan inside of the scan over cycles.
+    layers is a scan inside of the scan over cycles, which hands out the rows of the run's tree.
 
     Weights are given as they are stored, with a leading dimension of layers: one tree for all
-    layers of the cycle, or one for each run. `_split_by_cycle` gives them a leading dimension of
-    repeats instead. Each layer then takes its own of those of a cycle:
-
-        shared weights         row 0 of the tree, which is no input of the scan
-        all runs have 1 layer  row `run` of a cycle's tree, inside the rematerialized layer
-        a run of 1 layer       row 0 of the run's tree, inside the rematerialized layer
-        a run of more layers   a row of the run's tree, from the inner scan
-        a cycle of 1 layer     the cycle's tree itself
+    layers of the cycle, or one for each run. Each cycle gets them in one of the forms above. In a
+    cycle of one layer, its tree is that of the layer itself, without rows.
     """
 
     blueprint: Blueprint
@@ -124,7 +131,7 @@ class CycleScan:
           What the last layer passes on, and scalars summed over layers.
         """
         plan = self.blueprint.plan
-        is_shared = self.blueprint.is_shared
+        is_shared = self._form == _CycleForm.SHARED
         starts = first + jnp.arange(0, self.num_repeats * plan.cycle, plan.cycle)
 
         def one_cycle(
@@ -148,21 +155,22 @@ class CycleScan:
         return carry, totals
 
     @property
-    def _slices_in_layer(self) -> bool:
-        """Whether a layer slices its weights out of a whole cycle's, instead of its run's.
-
-        An inner scan cannot do that.
-        """
+    def _form(self) -> _CycleForm:
+        """The form in which a cycle gets its weights."""
         blueprint = self.blueprint
-        return blueprint.is_stacked and (blueprint.is_shared or max(blueprint.plan.runs) == 1)
+        if blueprint.is_shared:
+            return _CycleForm.SHARED
+        if blueprint.is_stacked and max(blueprint.plan.runs) == 1:
+            return _CycleForm.TREE
+        return _CycleForm.TREE_PER_RUN
 
     def _split_by_cycle(self, weights: Params) -> Any:
-        """Returns weights with a leading dimension of repeats: a tree, or a list of one per run."""
+        """Returns the weights of all cycles in their form, with a leading dimension of repeats."""
         if self.blueprint.plan.cycle > 1:
             weights = jax.tree.map(
                 lambda leaf: leaf.reshape(self.num_repeats, -1, *leaf.shape[1:]), weights
             )
-        return weights if self._slices_in_layer else self._split_by_run(weights)
+        return weights if self._form == _CycleForm.TREE else self._split_by_run(weights)
 
     def _split_by_run(self, weights: Params) -> list[Params]:
         """Splits weights [repeats, layers, ...] by run: outside of the loop, to save no slices."""
@@ -176,14 +184,37 @@ class CycleScan:
         ends = itertools.accumulate(runs)
         return [take(end - length, end) for length, end in zip(runs, ends, strict=True)]
 
-    def _row_of_layer(self, run: int) -> int | None:
-        """Returns the row of a layer's weights in what it is given; None if it has no rows."""
-        plan = self.blueprint.plan
-        if self.blueprint.is_shared:
-            return 0
-        if plan.cycle == 1 or plan.runs[run] > 1:
-            return None
-        return run if self._slices_in_layer else 0
+    def _apply_run(
+        self, run: int, cycle_weights: Any, carry: Carry, start: jax.Array
+    ) -> tuple[Carry, Scalars]:
+        """Applies the layers of one run, in one repeat of the cycle.
+
+        Args:
+          run: Index of the run in the cycle.
+          cycle_weights: Those of this repeat, in their form.
+          carry: What the first layer reads.
+          start: Index of the first layer.
+        """
+        one_layer = self._layer_function(run)
+        length = self.blueprint.plan.runs[run]
+        has_tree = self._form == _CycleForm.TREE_PER_RUN
+        weights = cycle_weights[run] if has_tree else cycle_weights
+        if length == 1:
+            carry, scalars = one_layer(carry, weights, start)
+            return with_token_major_layout(carry), scalars
+
+        is_shared = self._form == _CycleForm.SHARED
+
+        def body(carry: Carry, weights_and_offset: tuple[Any, jax.Array]) -> tuple[Carry, Scalars]:
+            layer_weights, offset = weights_and_offset
+            if is_shared:
+                layer_weights = weights
+            carry, scalars = one_layer(carry, layer_weights, start + offset)
+            return with_token_major_layout(carry), scalars
+
+        by_layer = None if is_shared else weights
+        carry, scalars = jax.lax.scan(body, carry, (by_layer, jnp.arange(length)))
+        return carry, jax.tree.map(jnp.sum, scalars)
 
     def _layer_function(
         self, run: int
@@ -205,35 +236,14 @@ class CycleScan:
         in_scan = self.num_repeats > 1 or plan.runs[run] > 1  # XLA removes a loop of one iteration
         return apply_remat(one_layer, self.policy, in_scan=in_scan)
 
-    def _apply_run(
-        self, run: int, cycle_weights: Any, carry: Carry, start: jax.Array
-    ) -> tuple[Carry, Scalars]:
-        """Applies the layers of one run, in one repeat of the cycle.
-
-        Args:
-          run: Index of the run in the cycle.
-          cycle_weights: Those of this repeat, from `_split_by_cycle`; or shared ones.
-          carry: What the first layer reads.
-          start: Index of the first layer.
-        """
-        one_layer = self._layer_function(run)
-        length = self.blueprint.plan.runs[run]
-        is_shared = self.blueprint.is_shared
-        weights = cycle_weights if self._slices_in_layer else cycle_weights[run]
-        if length == 1:
-            carry, scalars = one_layer(carry, weights, start)
-            return with_token_major_layout(carry), scalars
-
-        def body(carry: Carry, weights_and_offset: tuple[Any, jax.Array]) -> tuple[Carry, Scalars]:
-            layer_weights, offset = weights_and_offset
-            if is_shared:
-                layer_weights = weights
-            carry, scalars = one_layer(carry, layer_weights, start + offset)
-            return with_token_major_layout(carry), scalars
-
-        by_layer = None if is_shared else weights
-        carry, scalars = jax.lax.scan(body, carry, (by_layer, jnp.arange(length)))
-        return carry, jax.tree.map(jnp.sum, scalars)
+    def _row_of_layer(self, run: int) -> int | None:
+        """Returns the row of a layer's weights in its tree; None if the tree is its own."""
+        plan = self.blueprint.plan
+        if self._form == _CycleForm.SHARED:
+            return 0
+        if plan.cycle == 1 or plan.runs[run] > 1:  # no rows, or the inner scan hands them out
+            return None
+        return run if self._form == _CycleForm.TREE else 0
 
 
 def apply_unrolled(

@@ -10,7 +10,7 @@ import jax
 
 from MaxText.config.model_sections import RematPolicy
 
-_PROJECTIONS = ("query_proj", "key_proj", "value_proj")
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "attention_gate")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
 SAVED_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names of saved, or offloaded, values
     "full": (),

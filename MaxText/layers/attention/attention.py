@@ -1,9 +1,10 @@
 """The attention mixer: projections, positions, attention, output.
 
 `Attention.__call__` reads in the order of execution: `project_inputs`, `attend`, `project_output`.
-`attend` chooses among three implementations of the same softmax attention: `ring_attention` and
-`flash_attention` where the configuration and the devices have them, else `dot_product_attention`.
-`prefill` does the same and keeps the keys and values, `decode_step` attends to those kept.
+`attend` chooses among three implementations of the same attention: `ring_attention` and
+`flash_attention` where the configuration, the devices and the part allow them, else
+`dot_product_attention`. `prefill` does the same and keeps the keys and values, `decode_step`
+attends to those kept. All of them apply the hooks `score`, `mask` and `weights` of the part.
 
 Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim, M memories.
 """
@@ -22,19 +23,21 @@ from MaxText.layers.attention.attention_core import (
     MAX_BLOCKS,
     AttentionSharding,
     AttentionSpec,
+    Heads,
     PersistentKV,
+    WeightsScope,
     dot_product_attention,
     window_blocks,
 )
 from MaxText.layers.attention.flash_attention import TILE, flash_attention, supports_shape
 from MaxText.layers.attention.flash_attention import average_keys_computed as flash_keys_computed
-from MaxText.layers.attention.ring_attention import ring_attention
+from MaxText.layers.attention.ring_attention import ring_attention, ring_unsupported_reason
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import Dropout
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import HeadNorm
-from MaxText.layers.params import Init, param
+from MaxText.layers.params import Init, param, zeros
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.rotary import apply_rotary
 from MaxText.parallelism.logical_sharding import current_sharding, with_logical_constraint
@@ -53,27 +56,45 @@ AttentionState = KeyValueCache | SlidingWindowCache
 class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).
 
-    A subclass may compute other values (`values`), see fewer keys (`sliding_window`), or replace
-    softmax attention between the projections (`attend`). With `attend` it also replaces
-    `decode_step` and `flops`, and `prefill` and `state_bytes` if its decode state is no cache of
-    keys and values; it sets `has_softmax` to False, and `has_memories` unless it reads them.
+    A variant is a subclass that overrides only what differs. All implementations of attention
+    apply it, caches included; fused kernels do not apply the first three:
+
+    - `score` changes scores, `mask` hides keys, `weights` replaces the softmax;
+    - `sliding_window` and `is_causal` say how far a query sees, which decides the blocks that are
+      computed and the size of the cache;
+    - `project_inputs`, `values` and `project_output` compute other queries, keys and values, and
+      another output. Keys may have more heads than values (`dot_product_attention`), values another
+      width than keys.
+
+    What is not weights times values replaces `attend`, and with it `decode_step` and `flops`, and
+    `prefill` and `state_bytes` if its decode state is no cache of keys and values. It sets
+    `has_softmax` to False, and `has_memories` unless it reads them.
 
     A registered subclass is built from the model's keys, as this class is. One with keys of its own
     has a `config_of` that returns `layer.config`, and reads its keys by `config.parts.of`.
+
+    Attributes:
+      weights_scope: What a weight of `weights` depends on. "score": its own score alone, as in
+        sigmoid attention, so that parts of a sequence add up (ring attention). "query": all scores
+        of its query, as in a softmax. "sequence": scores of other queries too; they are then
+        computed in one block, and generation needs a `decode_step` of the part.
+      has_memories: Whether it reads num_mem_kv learned keys and values.
     """
 
     rows: ClassVar = {
         **dict.fromkeys(("query", "key", "value"), "query, key, value"),
         **dict.fromkeys(("memory_key", "memory_value"), "memories"),
+        "gate": "attention gate",
         "out": "attention output",
     }
     not_recomputed = ("out",)
     has_separate_inputs = True
     has_softmax = True
-    has_memories = True  # whether it reads num_mem_kv learned keys and values
+    has_memories = True
+    weights_scope: ClassVar[WeightsScope] = "query"
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
-        """Declares the projections, and where configured memories and query-key norms.
+        """Declares the projections, and where configured memories, norms, sinks and a gate.
 
         Args:
           config: Keys of the model; `attention_projections` names the class of the projections.
@@ -118,6 +139,19 @@ class Attention(Mixer):
             initializer=draw.attention_output,
             use_bias=attention.proj_bias,
         )
+        self.gate = None
+        if attention.attention_output_gate:
+            self.gate = projection(
+                "qkv",
+                (D,),
+                (N, H),
+                axes=("embed", "q_heads", "kv"),
+                initializer=draw.kernel,
+                use_bias=attention.qkv_bias,
+            )
+        self.sinks = None
+        if attention.attention_sinks:
+            self.sinks = param(rngs, (N,), ("q_heads",), zeros, dtype=init.weight_dtype)
         memory = functools.partial(
             param,
             rngs,
@@ -160,21 +194,105 @@ class Attention(Mixer):
         return None
 
     @classmethod
+    def is_causal(cls, config: AttentionConfig) -> bool:
+        """Returns whether a query sees only keys up to its own position, whatever `mask` says.
+
+        A part whose `mask` opens later keys, such as those of a prefix, returns False.
+        """
+        return config.causal
+
+    @classmethod
+    def heads(cls, dimensions: Dimensions) -> Heads:
+        """Returns the heads that `project_inputs` makes, for `flops`, `state_bytes` and kernels."""
+        return Heads(
+            num_query_heads=dimensions.num_query_heads,
+            num_key_heads=dimensions.num_kv_heads,
+            num_value_heads=dimensions.num_kv_heads,
+            key_width=dimensions.head_dim,
+            value_width=dimensions.head_dim,
+        )
+
+    @classmethod
+    def hooks(cls) -> tuple[str, ...]:
+        """Returns which of `score`, `mask` and `weights` a subclass overrides."""
+        names = ("score", "mask", "weights")
+        return tuple(name for name in names if getattr(cls, name) is not getattr(Attention, name))
+
+    @classmethod
+    def decodes(cls) -> bool:
+        """Returns whether it can generate text: a step has no scores of earlier queries."""
+        has_step = cls.decode_step is not Attention.decode_step
+        return cls.weights_scope != "sequence" or has_step
+
+    def score(
+        self, scores_BNTS: jax.Array, q_pos: jax.Array, k_pos: jax.Array, head: jax.Array
+    ) -> jax.Array:
+        """Hook: returns the scores that weights are computed from, float32 [B, N, T, S].
+
+        Each depends only on its own score and the other arguments, so that any part of the square
+        may be computed alone. They may read parameters of the part, such as
+        `self.bias[...][head, q_pos - k_pos]`. A score of -inf hides a key from one head. Memories
+        (num_mem_kv) have no positions, and are not passed.
+
+        Args:
+          scores_BNTS: Products q k, scaled, soft-capped, and lowered by ALiBi.
+          q_pos: Positions of the queries in their documents, int32 [B, 1, T, 1]; B may be 1.
+          k_pos: Positions of the keys, [B, 1, 1, S].
+          head: Indices of the query heads, [N, 1, 1]; on several devices maybe a part of them.
+        """
+        return scores_BNTS
+
+    def mask(self, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
+        """Hook: returns whether queries see keys, bool [B, T, S].
+
+        It is asked about keys that `is_causal`, `sliding_window` and the document allow. Every
+        query has to see one.
+
+        Args:
+          q_pos: Positions of the queries in their documents, int32 [B, T, 1]; B may be 1.
+          k_pos: Positions of the keys, [B, 1, S].
+        """
+        return jnp.ones(jnp.broadcast_shapes(q_pos.shape, k_pos.shape), bool)
+
+    def weights(self, scores_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
+        """Hook: returns the weights of the values, float32 [B, N, T, S], in place of a softmax.
+
+        `weights_scope` says what a weight depends on. Weights of masked keys are set to 0
+        afterward. Memories (num_mem_kv) come first.
+
+        Args:
+          scores_BNTS: Scores, -inf where a key is masked.
+          mask_B1TS: Whether a query sees a key; B may be 1.
+        """
+        return jax.nn.softmax(scores_BNTS, axis=-1)
+
+    @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs of the products q k and p v; see `Part.flops`."""
         attention = config.attention
-        per_key = 2 * dimensions.num_query_heads * dimensions.head_dim
-        window = cls.sliding_window(attention)
+        heads = cls.heads(dimensions)
         memories = attention.num_mem_kv if cls.has_memories else 0
-        visible = average_keys_visible(length, causal=attention.causal, window=window)
-        computed = average_keys_computed(attention, length, window)
-        product = Flops(per_key * (visible + memories), per_key * (computed + memories))
-        is_flash = attention.attention == "flash" and length % TILE == 0
+        visible = average_keys_visible(
+            length, causal=cls.is_causal(attention), window=cls.sliding_window(attention)
+        )
+        computed = average_keys_computed(cls, attention, length)
+        is_flash = attention.attention == "flash" and not cls.hooks() and length % TILE == 0
+
+        def product(width: int) -> Flops:
+            """Returns the FLOPs of a product of tokens with tokens in heads of this width."""
+            per_key = 2 * heads.num_query_heads * width
+            return Flops(per_key * (visible + memories), per_key * (computed + memories))
+
+        scores = product(heads.key_width)
+        values = product(heads.value_width)
         # Both backward kernels recompute scores and the gradient of probabilities.
-        recomputed = 3 * per_key * computed if is_flash else 0.0
+        recomputed = 0.0
+        if is_flash:
+            key_and_value = 2 * heads.key_width + heads.value_width
+            recomputed = 2 * heads.num_query_heads * key_and_value * computed
         return {
-            "attention scores": product._replace(recomputed=recomputed),
-            "attention values": product,
+            "attention scores": scores._replace(recomputed=recomputed),
+            "attention values": values,
         }
 
     @classmethod
@@ -182,7 +300,10 @@ class Attention(Mixer):
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of keys and values; see `Part.state_bytes`."""
-        bytes_per_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
+        heads = cls.heads(dimensions)
+        key_size = heads.num_key_heads * heads.key_width
+        value_size = heads.num_value_heads * heads.value_width
+        bytes_per_token = (key_size + value_size) * itemsize
         window = cls.sliding_window(config.attention)
         if window is not None:
             return 0, min(window, length) * bytes_per_token
@@ -197,13 +318,14 @@ class Attention(Mixer):
         """
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
-        return self.project_output(o_BTNH), {}
+        return self.project_output(o_BTNH, x, context), {}
 
     def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Any]:
         """Returns the output for prompts, and a cache of their keys and values."""
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
-        return self.project_output(o_BTNH), self._fill_cache(k_BTKH, v_BTKH, context)
+        y_BTD = self.project_output(o_BTNH, x, context)
+        return y_BTD, self._fill_cache(k_BTKH, v_BTKH, context)
 
     def decode_step(
         self, x: MixerInput, state: Any, context: ForwardContext
@@ -219,7 +341,7 @@ class Attention(Mixer):
             assert isinstance(state, KeyValueCache)
             state = state.append(k_BTKH, v_BTKH, positions_BT)
             o_BTNH = state.attend(q_BTNH, positions_BT, spec)
-        return self.project_output(o_BTNH), state
+        return self.project_output(o_BTNH, x, context), state
 
     def project_inputs(
         self, x: MixerInput, context: ForwardContext
@@ -260,20 +382,35 @@ class Attention(Mixer):
         """Returns the values [B, T, K, H] of their inputs."""
         return tag(self.value(v_BTD), "value_proj")
 
-    def project_output(self, o_BTNH: jax.Array) -> jax.Array:
-        """Returns the output [B, T, D] of the heads' outputs."""
+    def project_output(
+        self, o_BTNH: jax.Array, x: MixerInput, context: ForwardContext
+    ) -> jax.Array:
+        """Returns the output [B, T, D] of the heads' outputs.
+
+        With attention_output_gate they are first multiplied by sigmoid(W x), x the input of the
+        queries (Qiu et al. 2025, arXiv 2505.06708, section 2.2: after the weighted values).
+        """
+        if self.gate is not None:
+            g_BTNH = tag(self.gate(x[0]), "attention_gate")
+            o_BTNH = o_BTNH * jax.nn.sigmoid(g_BTNH.astype(jnp.float32)).astype(o_BTNH.dtype)
         o_BTNH = with_logical_constraint(o_BTNH, *QUERY_AXES)
         return tag(self.out(o_BTNH), "out_proj")
 
     def spec(self, context: ForwardContext) -> AttentionSpec:
-        """Returns how this layer computes and masks its scores."""
+        """Returns how this layer computes and masks its scores, with its hooks."""
+        hooks = self.hooks()
         return AttentionSpec(
-            causal=self.config.causal,
+            causal=self.is_causal(self.config),
             window=self.sliding_window(self.config),
             scale=self.config.attention_scale,
             soft_cap=self.config.attn_logits_soft_cap,
             slopes_N=context.slopes_N,
+            sinks_N=None if self.sinks is None else self.sinks[...],
             precision=self.precision,
+            score_hook=self.score if "score" in hooks else None,
+            mask_hook=self.mask if "mask" in hooks else None,
+            weights_hook=self.weights if "weights" in hooks else None,
+            weights_scope=self.weights_scope,
         )
 
     def memories(self, dtype: Any) -> PersistentKV | None:
@@ -285,30 +422,33 @@ class Attention(Mixer):
     def attend(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        """Returns softmax attention of whole sequences, [B, T, N, H], tagged "context".
+        """Returns attention within whole sequences, [B, T, N, H], tagged "context".
 
         Tokens of a sequence may be divided over devices. Then keys and values travel around a ring
         (context_parallel_strategy=ring), or the kernel or a sharding constraint gathers them.
 
-        A method in its place applies the mask (`spec.visible`, `context.segments_BT`) and the scale
-        (`spec.scale_for`) itself. Soft cap, ALiBi slopes, memories and dropout that it leaves out
-        have no effect, without a message.
+        A method in its place applies the mask (`spec.mask`, `context.segments_BT`) and the scale
+        (`spec.scale_for`) itself. Keys of attention that it does not read have no effect; a warning
+        names them if `has_softmax` is False.
         """
         config = self.config
         spec = self.spec(context)
+        segments_BT = context.segments_BT
+        if not spec.causal and context.lengths_B is not None:  # padding follows the prompts
+            segments_BT = (jnp.arange(q_BTNH.shape[1]) < context.lengths_B[:, None]).astype(int)
         memories = self.memories(k_BTKH.dtype)
         dropout = Dropout(self.dropout_rate, context.key_for(_DROPOUT_STREAM))
         has_blocks = config.attention != "dot_product"
         block_size = config.attention_block_size if has_blocks else None
         sharding = _attention_sharding(q_BTNH, k_BTKH)
-        if sharding is not None and self._uses_ring(sharding, dropout):
+        if sharding is not None and self._uses_ring(spec, sharding, dropout):
             o_BTNH = ring_attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
                 spec,
                 sharding,
-                segments_BT=context.segments_BT,
+                segments_BT=segments_BT,
                 persistent_kv=memories,
                 block_size=block_size,
                 balanced=config.context_parallel_load_balance,
@@ -323,7 +463,7 @@ class Attention(Mixer):
                 v_BTKH,
                 spec,
                 sharding,
-                segments_BT=context.segments_BT,
+                segments_BT=segments_BT,
             )
         num_parts = 1
         if sharding is not None and sharding.length_axes:
@@ -335,7 +475,7 @@ class Attention(Mixer):
             k_BTKH,
             v_BTKH,
             spec,
-            segments_BT=context.segments_BT,
+            segments_BT=segments_BT,
             persistent_kv=memories,
             block_size=block_size,
             num_parts=num_parts,
@@ -343,15 +483,17 @@ class Attention(Mixer):
         )
         return tag(o_BTNH, "context")
 
-    def _uses_ring(self, sharding: AttentionSharding, dropout: Dropout) -> bool:
-        is_ring = self.config.context_parallel_strategy == "ring"
-        return is_ring and bool(sharding.length_axes) and not dropout.is_active
+    def _uses_ring(
+        self, spec: AttentionSpec, sharding: AttentionSharding, dropout: Dropout
+    ) -> bool:
+        is_ring = self.config.context_parallel_strategy == "ring" and bool(sharding.length_axes)
+        return is_ring and not dropout.is_active and ring_unsupported_reason(spec) is None
 
     def _uses_flash(
         self, q_BTNH: jax.Array, spec: AttentionSpec, sharding: AttentionSharding | None
     ) -> bool:
         # A registered position embedding may have added a bias, which no kernel has.
-        if self.config.attention != "flash" or spec.slopes_N is not None:
+        if self.config.attention != "flash" or spec.slopes_N is not None or spec.has_hooks:
             return False
         return supports_shape(q_BTNH, sharding)
 
@@ -395,23 +537,27 @@ def average_keys_visible(length: int, *, causal: bool, window: int | None = None
     return visible - visible**2 / (2 * length) if causal else float(visible)
 
 
-def average_keys_computed(config: AttentionConfig, length: int, window: int | None = None) -> float:
+def average_keys_computed(mixer: type[Attention], config: AttentionConfig, length: int) -> float:
     """Returns the average number of keys multiplied per query, masked ones included.
 
     Args:
+      mixer: The layer's mixer: its window, and whether a kernel serves it.
       config: Chooses the implementation, and with it the blocks of queries.
       length: Tokens of a sequence.
-      window: The layer's window, or None.
     """
-    if config.attention == "flash" and length % TILE == 0:
-        return flash_keys_computed(length, causal=config.causal, window=window)
+    causal = mixer.is_causal(config)
+    window = mixer.sliding_window(config)
+    if config.attention == "flash" and not mixer.hooks() and length % TILE == 0:
+        return flash_keys_computed(length, causal=causal, window=window)
+    if mixer.weights_scope == "sequence":
+        return float(length)
     if window is not None:
-        rows = window_blocks(window, length, causal=config.causal)
+        rows = window_blocks(window, length, causal=causal)
         if rows is None:
             return float(length)
-        return -(-length // rows) * rows * rows * (2 if config.causal else 3) / length
+        return -(-length // rows) * rows * rows * (2 if causal else 3) / length
     block = length
-    if config.attention != "dot_product" and config.causal:
+    if config.attention != "dot_product" and causal:
         block = min(max(config.attention_block_size, -(-length // MAX_BLOCKS)), length)
     ends = ((start, min(start + block, length)) for start in range(0, length, block))
     return sum((end - start) * end for start, end in ends) / length

@@ -1,19 +1,20 @@
-"""Softmax attention from projected queries, keys and values.
+"""Attention from projected queries, keys and values.
 
 `dot_product_attention` attends over whole sequences. It divides queries into blocks and calls
-`softmax_attention` for each, which computes one masked square of scores. KV caches call
-`softmax_attention` themselves, with the positions in their slots. `AttentionSpec` says how scores
-are computed and which keys a query sees; every implementation of attention reads it.
+`attend_square` for each, which computes one masked square of scores. KV caches call `attend_square`
+themselves, with the positions in their slots. `AttentionSpec` says how scores are computed, which
+keys a query sees, and how scores become weights; every implementation of attention reads it.
 
-Legend: B sequences, T query tokens, S key tokens, M memories, K key/value heads, G query heads per
-key/value head, N = K * G query heads, R = G * T query rows of a key/value head, H head_dim, W
-window.
+Legend: B sequences, T query tokens, S key tokens, M memories, K key heads, V value heads (K or a
+divisor of it), G query heads per key head, N = K * G query heads, R = G * T query rows of a key
+head, H head_dim, W window.
 """
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,22 @@ _SMALLEST_WINDOW_BLOCK = 16  # rows; smaller blocks cost more in overhead than t
 PersistentKV = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
 
 
+# Arguments of the hooks are arrays that broadcast against [B, N, T, S]; see `Attention.score`,
+# `Attention.mask` and `Attention.weights`.
+ScoreHook = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+MaskHook = Callable[[jax.Array, jax.Array], jax.Array]
+WeightsHook = Callable[[jax.Array, jax.Array], jax.Array]
+# What a weight depends on: its own score, all scores of its query, or those of other queries too.
+WeightsScope = Literal["score", "query", "sequence"]
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Computation and masking of attention scores.
+    """Computation and masking of attention scores, and their normalization.
+
+    A score is the product q k times the scale, then soft-capped, then lowered by ALiBi, then passed
+    to `score_hook`. A query sees the keys that `causal`, `window` and `mask_hook` all allow, of its
+    own document. Weights are the softmax of the scores, or what `weights_hook` returns.
 
     Attributes:
       causal: Whether a query sees only keys up to its own position.
@@ -45,7 +59,13 @@ class AttentionSpec:
       soft_cap: c in c * tanh(score / c); 0 disables it (Gemma 2, section 2).
       slopes_N: Slopes of ALiBi (Press et al. 2022), float32: what a head subtracts from a score per
         token of distance.
+      sinks_N: Scores of the attention sinks: a key without a value that each query of the head sees
+        (gpt-oss).
       precision: Precision of the products, a name of jax.lax.Precision.
+      score_hook: Changes scores, as `Attention.score`.
+      mask_hook: Hides keys, as `Attention.mask`.
+      weights_hook: Replaces the softmax, as `Attention.weights`.
+      weights_scope: What a weight of `weights_hook` depends on.
     """
 
     causal: bool = True
@@ -53,18 +73,101 @@ class AttentionSpec:
     scale: float | None = None
     soft_cap: float = 0.0
     slopes_N: jax.Array | None = None
+    sinks_N: jax.Array | None = None
     precision: str | None = None
+    score_hook: ScoreHook | None = None
+    mask_hook: MaskHook | None = None
+    weights_hook: WeightsHook | None = None
+    weights_scope: WeightsScope = "query"
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether a hook is given the positions of tokens in their documents."""
+        return self.score_hook is not None or self.mask_hook is not None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there is a hook, which no fused kernel applies."""
+        return self.reads_positions or self.weights_hook is not None
 
     def scale_for(self, head_dim: int) -> float:
         """Returns the factor of the products q k in heads of this size."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def visible(self, distance: jax.Array) -> jax.Array:
-        """Returns whether a query sees the key `distance` tokens before it."""
+        """Returns whether `causal` and `window` allow the key `distance` tokens before a query."""
         seen = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is None:
             return seen
         return seen & (distance < self.window) & (distance >= -self.window)
+
+    def mask(self, q_pos_BT: jax.Array, k_pos_BS: jax.Array) -> jax.Array:
+        """Returns whether queries see keys of the same document, [B, T, S]; B may be 1.
+
+        Args:
+          q_pos_BT: Positions of the queries. In the document if `reads_positions`.
+          k_pos_BS: Positions of the keys, counted from the same token.
+        """
+        q_pos_BT1 = q_pos_BT[:, :, None]
+        k_pos_B1S = k_pos_BS[:, None, :]
+        mask_BTS = self.visible(q_pos_BT1 - k_pos_B1S)
+        if self.mask_hook is not None:
+            mask_BTS = mask_BTS & self.mask_hook(q_pos_BT1, k_pos_B1S)
+        return mask_BTS
+
+    def positional_scores(
+        self,
+        scores_BNTS: jax.Array,
+        q_pos_BT: jax.Array,
+        k_pos_BS: jax.Array,
+        heads_N: jax.Array,
+    ) -> jax.Array:
+        """Returns scores after what depends on positions: ALiBi and `score_hook`.
+
+        Args:
+          scores_BNTS: Scores, scaled and soft-capped.
+          q_pos_BT: Positions of the queries, as in `mask`.
+          k_pos_BS: Positions of the keys.
+          heads_N: Indices of the query heads in the layer.
+        """
+        q_pos_B1T1 = q_pos_BT[:, None, :, None]
+        k_pos_B11S = k_pos_BS[:, None, None, :]
+        if self.slopes_N is not None:
+            distance_B1TS = jnp.abs(q_pos_B1T1 - k_pos_B11S).astype(jnp.float32)
+            scores_BNTS = scores_BNTS - self.slopes_N[:, None, None] * distance_B1TS
+        if self.score_hook is not None:
+            scores_BNTS = self.score_hook(
+                scores_BNTS, q_pos_B1T1, k_pos_B11S, heads_N[:, None, None]
+            )
+        return scores_BNTS
+
+    def token_positions(self, segments_BT: jax.Array | None, length: int) -> jax.Array:
+        """Returns positions for `mask` and `positional_scores`, int32 [B, T]; B may be 1.
+
+        They are positions in the document if a hook reads them, so that a document has the same
+        output wherever it is packed. Else they are positions in the sequence, which have the same
+        distances within a document, and let XLA fold masks into constants.
+
+        Args:
+          segments_BT: Document of each token, contiguous; None is a single document.
+          length: T.
+        """
+        index_1T = jnp.arange(length)[None]
+        if segments_BT is None or not self.reads_positions:
+            return index_1T
+        starts_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+        starts_BT = jnp.pad(starts_BT, ((0, 0), (1, 0)))
+        return index_1T - jax.lax.cummax(jnp.where(starts_BT, index_1T, 0), axis=1)
+
+
+class Heads(NamedTuple):
+    """Heads of queries, keys and values between the projections, and their widths."""
+
+    num_query_heads: int  # N
+    num_key_heads: int  # K, a divisor of N
+    num_value_heads: int  # V, a divisor of K
+    key_width: int  # H of queries and keys
+    value_width: int
 
 
 class AttentionSharding(NamedTuple):
@@ -82,7 +185,7 @@ class AttentionSharding(NamedTuple):
 def dot_product_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSVH: jax.Array,
     spec: AttentionSpec,
     *,
     segments_BT: jax.Array | None = None,
@@ -91,17 +194,17 @@ def dot_product_attention(  # noqa: PLR0913
     num_parts: int = 1,
     dropout: Dropout = NO_DROPOUT,
 ) -> jax.Array:
-    """Returns softmax(scores) v over whole sequences (Vaswani et al. 2017, equation 1).
+    """Returns weights(scores) v over whole sequences (Vaswani et al. 2017, equation 1).
 
-    Query head n reads key/value head n // G. Scores and their softmax are float32. Queries are
-    computed in blocks: if causal, a block multiplies only the keys up to its last row, which skips
-    about half of the products; with a window, blocks have about W rows and multiply 2 W keys (3 W
-    if not causal).
+    Query head n reads key head n // G, and key head j value head j V // K. Scores and their weights
+    are float32. Queries are computed in blocks: if causal, a block multiplies only the keys up to
+    its last row, which skips about half of the products; with a window, blocks have about W rows
+    and multiply 2 W keys (3 W if not causal). Weights that depend on other queries take one block.
 
     Args:
       q_BTNH: Queries.
       k_BSKH: Keys, with S = T.
-      v_BSKH: Values.
+      v_BSVH: Values; their H may differ from that of queries and keys.
       spec: Computation and masking of scores.
       segments_BT: Document of each token: attention stays within one. None is a single document.
       persistent_kv: Learned keys and values that every query sees besides those of tokens.
@@ -115,13 +218,15 @@ def dot_product_attention(  # noqa: PLR0913
       [B, T, N, H], in the dtype of the values.
     """
     length = q_BTNH.shape[1]
-    if num_parts == 1 and spec.window is not None:
+    if spec.weights_scope == "sequence":
+        block_size = None
+    elif num_parts == 1 and spec.window is not None:
         rows = window_blocks(spec.window, length, causal=spec.causal)
         if rows is not None:
             return _local_attention(
                 q_BTNH,
                 k_BSKH,
-                v_BSKH,
+                v_BSVH,
                 spec,
                 rows=rows,
                 segments_BT=segments_BT,
@@ -130,12 +235,12 @@ def dot_product_attention(  # noqa: PLR0913
             )
         block_size = None
     k_BKSH = k_BSKH.transpose(0, 2, 1, 3)
-    v_BKSH = v_BSKH.transpose(0, 2, 1, 3)
+    v_BVSH = v_BSVH.transpose(0, 2, 1, 3)
     part_length = length // num_parts
     block = part_length
     if block_size is not None and (spec.causal or num_parts > 1):
         block = min(part_length, max(block_size, -(-part_length // MAX_BLOCKS)))
-    positions = jnp.arange(length)
+    pos_BT = spec.token_positions(segments_BT, length)
     outputs = []
     # From the last block: each takes its keys from those of the next, so that their gradients are
     # added up from the smallest to the largest, not each padded to all keys.
@@ -143,38 +248,40 @@ def dot_product_attention(  # noqa: PLR0913
         end = min(start + block, part_length)
         keys_end = end if spec.causal and num_parts == 1 else length
         rows_of = functools.partial(_rows_of_parts, start=start, end=end, num_parts=num_parts)
-        distance_1TS = (rows_of(positions, axis=0)[:, None] - positions[:keys_end])[None]
-        mask_BTS = spec.visible(distance_1TS)
+        q_pos_BT = rows_of(pos_BT)
+        k_pos_BS = pos_BT[:, :keys_end]
+        mask_BTS = spec.mask(q_pos_BT, k_pos_BS)
         if segments_BT is not None:
-            query_segments_BT = rows_of(segments_BT, axis=1)
-            same_BTS = query_segments_BT[:, :, None] == segments_BT[:, None, :keys_end]
+            same_BTS = rows_of(segments_BT)[:, :, None] == segments_BT[:, None, :keys_end]
             mask_BTS = mask_BTS & same_BTS
         k_BKSH = k_BKSH[:, :, :keys_end]
-        v_BKSH = v_BKSH[:, :, :keys_end]
-        o_BTNH = softmax_attention(
-            rows_of(q_BTNH, axis=1),
+        v_BVSH = v_BVSH[:, :, :keys_end]
+        o_BTNH = attend_square(
+            rows_of(q_BTNH),
             k_BKSH,
-            v_BKSH,
+            v_BVSH,
             spec,
             mask_BTS=mask_BTS,
-            distance_BTS=distance_1TS,
+            q_pos_BT=q_pos_BT,
+            k_pos_BS=k_pos_BS,
             persistent_kv=persistent_kv,
             dropout=dropout.fold_in(start),
         )
         outputs.insert(0, o_BTNH)
     if num_parts == 1:
         return concatenate_tokens(outputs)
-    shape = (q_BTNH.shape[0], num_parts, -1, *q_BTNH.shape[2:])
-    return jnp.concatenate([o.reshape(shape) for o in outputs], axis=2).reshape(q_BTNH.shape)
+    batch, _, *rest = outputs[0].shape
+    parts = [o_BTNH.reshape(batch, num_parts, -1, *rest) for o_BTNH in outputs]
+    return jnp.concatenate(parts, axis=2).reshape(batch, length, *rest)
 
 
-def _rows_of_parts(x: jax.Array, *, axis: int, start: int, end: int, num_parts: int) -> jax.Array:
-    """Returns rows `start` to `end` of each of `num_parts` equal parts of a dimension."""
+def _rows_of_parts(x_BT: jax.Array, *, start: int, end: int, num_parts: int) -> jax.Array:
+    """Returns tokens `start` to `end` of each of `num_parts` equal parts of x [B, T, ...]."""
     if num_parts == 1:
-        return x[:, start:end] if axis == 1 else x[start:end]
-    x = x.reshape(*x.shape[:axis], num_parts, -1, *x.shape[axis + 1 :])
-    x = jax.lax.slice_in_dim(x, start, end, axis=axis + 1)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return x_BT[:, start:end]
+    batch, _, *rest = x_BT.shape
+    parts = x_BT.reshape(batch, num_parts, -1, *rest)
+    return parts[:, :, start:end].reshape(batch, -1, *rest)
 
 
 def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
@@ -186,7 +293,7 @@ def window_blocks(window: int, length: int, *, causal: bool) -> int | None:
 def _local_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSVH: jax.Array,
     spec: AttentionSpec,
     *,
     rows: int,
@@ -200,10 +307,10 @@ def _local_attention(
     O(T W) memory for any T.
 
     Args:
-      q_BTNH: Queries; k_BSKH and v_BSKH are keys and values of the same tokens.
+      q_BTNH: Queries; k_BSKH and v_BSVH are keys and values of the same tokens.
       rows: Queries of a block, at least W.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
+    batch, length, num_heads, _ = q_BTNH.shape
     num_blocks = -(-length // rows)
     num_padding = num_blocks * rows - length
     keys_before = rows
@@ -224,34 +331,41 @@ def _local_attention(
         ]
         return jnp.concatenate(neighbors, axis=2).reshape(batch * num_blocks, width, *x.shape[2:])
 
-    distance_1TS = (jnp.arange(rows)[:, None] - (jnp.arange(width) - keys_before)[None, :])[None]
+    if spec.reads_positions:
+        pos_BT = jnp.broadcast_to(spec.token_positions(segments_BT, length), (batch, length))
+        q_pos_BT = blocks(pos_BT)
+        k_pos_BS = neighborhoods(pos_BT)
+    else:  # the same in all blocks, counted from the first row
+        q_pos_BT = jnp.arange(rows)[None]
+        k_pos_BS = jnp.arange(width)[None] - keys_before
     # Padding has segment -1, which no token has.
     segments = jnp.zeros((batch, length), jnp.int32) if segments_BT is None else segments_BT
     key_segments = neighborhoods(segments + 1) - 1
-    mask = spec.visible(distance_1TS) & (blocks(segments)[:, :, None] == key_segments[:, None, :])
+    same_document = blocks(segments)[:, :, None] == key_segments[:, None, :]
+    mask = spec.mask(q_pos_BT, k_pos_BS) & same_document
     # Padding queries may see no key, for which softmax would be NaN.
     mask = mask | (jnp.arange(width) == keys_before)[None, None] & ~mask.any(-1, keepdims=True)
-    o = softmax_attention(
+    o = attend_square(
         blocks(q_BTNH),
         neighborhoods(k_BSKH).transpose(0, 2, 1, 3),
-        neighborhoods(v_BSKH).transpose(0, 2, 1, 3),
+        neighborhoods(v_BSVH).transpose(0, 2, 1, 3),
         spec,
         mask_BTS=mask,
-        distance_BTS=distance_1TS,
+        q_pos_BT=q_pos_BT,
+        k_pos_BS=k_pos_BS,
         persistent_kv=persistent_kv,
         dropout=dropout,
     )
-    return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
+    return o.reshape(batch, num_blocks * rows, num_heads, -1)[:, :length]
 
 
-def softmax_layers(config: ModelConfig) -> list[tuple[int | None, LayerConfig]]:
-    """Returns (W or None, layer) of layers with softmax attention."""
+def softmax_layers(config: ModelConfig) -> list[tuple[Any, LayerConfig]]:
+    """Returns (class of the mixer, layer) of layers with softmax attention.
+
+    The class is `Attention` or derived from it.
+    """
     mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
-    return [
-        (mixer.sliding_window(layer.config.attention), layer)
-        for mixer, layer in mixers
-        if mixer.has_softmax
-    ]
+    return [(mixer, layer) for mixer, layer in mixers if mixer.has_softmax]
 
 
 def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
@@ -267,6 +381,12 @@ def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
     memory_KMH = memory_MKH.transpose(1, 0, 2).astype(x_BKSH.dtype)
     memories = jnp.broadcast_to(memory_KMH, (*x_BKSH.shape[:-3], *memory_KMH.shape))
     return jnp.concatenate([memories, x_BKSH], axis=-2)
+
+
+def repeat_value_heads(k_BSKH: jax.Array, v_BSVH: jax.Array) -> jax.Array:
+    """Returns values with as many heads as the keys: head j is that of key head j."""
+    repeats = k_BSKH.shape[2] // v_BSVH.shape[2]
+    return v_BSVH if repeats == 1 else jnp.repeat(v_BSVH, repeats, axis=2)
 
 
 def kv_head_repeats(q_BTNH: jax.Array, k_BSKH: jax.Array, sharding: AttentionSharding) -> int:
@@ -288,63 +408,72 @@ def kv_head_repeats(q_BTNH: jax.Array, k_BSKH: jax.Array, sharding: AttentionSha
     )
 
 
-def softmax_attention(
+def attend_square(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
+    v_BVSH: jax.Array,
     spec: AttentionSpec,
     *,
     mask_BTS: jax.Array,
-    distance_BTS: jax.Array,
+    q_pos_BT: jax.Array,
+    k_pos_BS: jax.Array,
     persistent_kv: PersistentKV | None = None,
+    num_memories: int = 0,
     dropout: Dropout = NO_DROPOUT,
 ) -> jax.Array:
-    """Returns softmax(scores) v for one square of scores with an explicit mask.
+    """Returns weights(scores) v for one square of scores with an explicit mask.
 
     Args:
       q_BTNH: Queries.
       k_BKSH: Keys, heads first; [K, S, H] for a batch of one in a KeyValueCache, a form for CPUs
         (lowering/cpu_kv_cache.py).
-      v_BKSH: Values, of the same shape.
+      v_BVSH: Values, heads first, with B if the keys have it.
       spec: Computation of scores. Its mask is not applied: `mask_BTS` is the whole mask.
       mask_BTS: Whether a query sees a key; B may be 1. Each query sees at least one.
-      distance_BTS: Position of the query minus that of the key, for ALiBi; B may be 1.
-      persistent_kv: Learned keys and values that every query sees, at distance 0.
-      dropout: Dropout of the probabilities.
+      q_pos_BT: Positions of the queries, as in `AttentionSpec.mask`; B may be 1.
+      k_pos_BS: Positions of the keys.
+      persistent_kv: Learned keys and values that every query sees, without positions.
+      num_memories: Memories that the first keys are already.
+      dropout: Dropout of the weights.
 
     Returns:
       [B, T, N, H], in the dtype of the values.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
+    batch, length, num_heads, _ = q_BTNH.shape
+    if persistent_kv is not None:
+        k_BKSH, v_BVSH = map(prepend_memories, persistent_kv, (k_BKSH, v_BVSH))
+        num_memories = len(persistent_kv[0])
+        mask_BTS = jnp.pad(mask_BTS, ((0, 0), (0, 0), (num_memories, 0)), constant_values=True)
+        k_pos_BS = jnp.pad(k_pos_BS, ((0, 0), (num_memories, 0)))
     num_kv_heads = k_BKSH.shape[-3]
     group = num_heads // num_kv_heads
-    if persistent_kv is not None:
-        k_BKSH, v_BKSH = map(prepend_memories, persistent_kv, (k_BKSH, v_BKSH))
-        padding = ((0, 0), (0, 0), (len(persistent_kv[0]), 0))
-        mask_BTS = jnp.pad(mask_BTS, padding, constant_values=True)
-        distance_BTS = jnp.pad(distance_BTS, padding)
-    scores_BKRS = _scores(q_BTNH, k_BKSH, spec, distance_BTS)
+    scores_BKRS = _scores(q_BTNH, k_BKSH, spec)
+    if spec.slopes_N is not None or spec.score_hook is not None:
+        scores_BNTS = scores_BKRS.reshape(batch, num_heads, length, -1)
+        positional_BNTS = spec.positional_scores(
+            scores_BNTS, q_pos_BT, k_pos_BS, jnp.arange(num_heads)
+        )
+        if num_memories:
+            is_memory_S = jnp.arange(k_pos_BS.shape[1]) < num_memories
+            positional_BNTS = jnp.where(is_memory_S, scores_BNTS, positional_BNTS)
+        scores_BKRS = positional_BNTS.reshape(scores_BKRS.shape)
     mask_B1RS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
     if k_BKSH.ndim == 3:  # no B
         mask_B1RS = mask_B1RS[0]
     scores_BKRS = jnp.where(mask_B1RS, scores_BKRS, -jnp.inf)
-    reads_probabilities = dropout.key is not None or capture.is_on()
-    if not reads_probabilities and fuses_softmax_on_cpu(v_BKSH, spec.precision):
-        o_BKRH: jax.Array = cpu_softmax_product(spec.precision, scores_BKRS, v_BKSH)
-    else:
-        probabilities = jax.nn.softmax(scores_BKRS, axis=-1)
-        if capture.is_on():
-            capture.record(probabilities.reshape(batch, num_heads, length, -1), "probabilities")
-        probabilities = dropout.apply(probabilities).astype(v_BKSH.dtype)
-        o_BKRH = einsum("...rs,...sh->...rh", probabilities, v_BKSH, spec.precision)
-    o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)
+    o_BVRH = _weighted_values(
+        scores_BKRS.reshape(*v_BVSH.shape[:-2], -1, v_BVSH.shape[-2]),
+        v_BVSH,
+        spec,
+        mask_BTS=mask_BTS,
+        dropout=dropout,
+    )
+    o_BKGTH = o_BVRH.reshape(batch, num_kv_heads, group, length, -1)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
 
 
-def _scores(
-    q_BTNH: jax.Array, k_BKSH: jax.Array, spec: AttentionSpec, distance_BTS: jax.Array
-) -> jax.Array:
-    """Returns unmasked scores, float32 [B, K, R, S], without B if the keys lack it.
+def _scores(q_BTNH: jax.Array, k_BKSH: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """Returns scaled and capped scores, float32 [B, K, R, S], without B if the keys lack it.
 
     One matrix per group of query heads: plain matmuls are fast on CPU.
     """
@@ -361,11 +490,54 @@ def _scores(
     scores_BKRS = einsum_f32("...rh,...sh->...rs", q_BKRH, k_BKSH, spec.precision)
     if spec.soft_cap:
         scores_BKRS = spec.soft_cap * jnp.tanh(scores_BKRS / spec.soft_cap)
-    if spec.slopes_N is not None:
-        slopes_KG11 = spec.slopes_N.reshape(num_kv_heads, group, 1, 1)
-        abs_distance_B11TS = jnp.abs(distance_BTS)[:, None, None].astype(jnp.float32)
-        bias_BKRS = (slopes_KG11 * abs_distance_B11TS).reshape(
-            abs_distance_B11TS.shape[0], num_kv_heads, group * length, abs_distance_B11TS.shape[-1]
-        )
-        scores_BKRS = scores_BKRS - (bias_BKRS[0] if k_BKSH.ndim == 3 else bias_BKRS)
     return scores_BKRS
+
+
+def _weighted_values(
+    scores_BVRS: jax.Array,
+    v_BVSH: jax.Array,
+    spec: AttentionSpec,
+    *,
+    mask_BTS: jax.Array,
+    dropout: Dropout,
+) -> jax.Array:
+    """Returns weights(scores) v, [B, V, R, H], without B if the values lack it.
+
+    Args:
+      scores_BVRS: Scores, -inf where a key is masked; R is of a value head here.
+      v_BVSH: Values.
+      spec: Normalization.
+      mask_BTS: Whether a query sees a key.
+      dropout: Dropout of the weights.
+    """
+    batch = 1 if v_BVSH.ndim == 3 else len(v_BVSH)
+    length, num_keys = mask_BTS.shape[1:]
+    sinks_VR1 = None
+    if spec.sinks_N is not None:
+        sinks_NT = jnp.repeat(spec.sinks_N.astype(jnp.float32)[:, None], length, axis=1)
+        sinks_VR1 = sinks_NT.reshape(v_BVSH.shape[-3], -1, 1)
+    is_softmax = spec.weights_hook is None
+    reads_weights = dropout.key is not None or capture.is_on()
+    if is_softmax and not reads_weights and fuses_softmax_on_cpu(v_BVSH, spec.precision):
+        return cpu_softmax_product(spec.precision, scores_BVRS, v_BVSH, sinks_VR1)
+    if spec.weights_hook is None:
+        weights_BVRS = _softmax(scores_BVRS, sinks_VR1)
+    else:
+        mask_B1TS = mask_BTS[:, None]
+        scores_BNTS = scores_BVRS.reshape(batch, -1, length, num_keys)
+        weights_BNTS = spec.weights_hook(scores_BNTS, mask_B1TS)
+        weights_BVRS = jnp.where(mask_B1TS, weights_BNTS, 0).reshape(scores_BVRS.shape)
+    if capture.is_on():
+        capture.record(weights_BVRS.reshape(batch, -1, length, num_keys), "probabilities")
+    weights_BVRS = dropout.apply(weights_BVRS).astype(v_BVSH.dtype)
+    return einsum("...rs,...sh->...rh", weights_BVRS, v_BVSH, spec.precision)
+
+
+def _softmax(scores_BVRS: jax.Array, sinks_VR1: jax.Array | None) -> jax.Array:
+    """Returns the softmax over the keys, and the sink if there is one, without its probability."""
+    if sinks_VR1 is None:
+        return jax.nn.softmax(scores_BVRS, axis=-1)
+    largest = jnp.maximum(scores_BVRS.max(-1, keepdims=True), sinks_VR1)
+    largest = jax.lax.stop_gradient(largest)  # cancels out of the result
+    exp_BVRS = jnp.exp(scores_BVRS - largest)
+    return exp_BVRS / (exp_BVRS.sum(-1, keepdims=True) + jnp.exp(sinks_VR1 - largest))

@@ -8,6 +8,7 @@ model. On CPU splash attention is interpreted, for tests.
 Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from MaxText.layers.attention.attention_core import (
     AttentionSharding,
     AttentionSpec,
     kv_head_repeats,
+    repeat_value_heads,
     softmax_layers,
 )
 from MaxText.layers.lowering.gather_length import gather_length
@@ -53,19 +55,43 @@ def kernel_unsupported_reason(
     layers = dict.fromkeys(softmax_layers(config))
     if not layers:
         return "no layer has softmax attention"
-    for window, layer in layers:
-        reason = _unsupported_reason(window, layer, backend, num_length_parts)
+    reasons = hook_reasons(config)
+    if all(mixer.hooks() for mixer, _ in layers):
+        return reasons[0]
+    for mixer, layer in layers:
+        reason = None
+        if not mixer.hooks():
+            reason = _unsupported_reason(mixer, layer, backend, num_length_parts)
         if reason is not None:
             return reason
     return None
 
 
+def hook_reasons(config: ModelConfig) -> list[str]:
+    """Returns why mixers are computed in blocks while a kernel serves the other layers."""
+    mixers = {layer.config.block.mixer: mixer for mixer, layer in softmax_layers(config)}
+    return [
+        f"no kernel applies {' and '.join(mixer.hooks())} of mixer={name}"
+        for name, mixer in mixers.items()
+        if mixer.hooks()
+    ]
+
+
 def _unsupported_reason(
-    window: int | None, layer: LayerConfig, backend: str, num_length_parts: int
+    mixer: Any, layer: LayerConfig, backend: str, num_length_parts: int
 ) -> str | None:
-    """Returns why no kernel serves a layer; the arguments are as above."""
+    """Returns why no kernel serves a layer.
+
+    Args:
+      mixer: Class of its mixer.
+      layer: The layer.
+      backend: "gpu" or "tpu".
+      num_length_parts: Devices that divide the tokens of a sequence.
+    """
     config, dimensions = layer
     attention = config.attention
+    window = mixer.sliding_window(attention)
+    heads = mixer.heads(dimensions)
     precision = config.numerics.matmul_precision
     dtype = np.dtype(config.numerics.dtype)
     is_split = num_length_parts > 1
@@ -84,17 +110,25 @@ def _unsupported_reason(
     if backend == "gpu":
         limits += [
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
-            (dimensions.head_dim % 8, f"head_dim {dimensions.head_dim} is not a multiple of 8"),
+            (heads.key_width % 8, f"head_dim {heads.key_width} is not a multiple of 8"),
+            (
+                attention.attention_sinks,
+                "cuDNN's kernel gives no gradient of the log-sum-exp, which attention_sinks needs",
+            ),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
-            (window and not attention.causal, "cuDNN has no bidirectional windows"),
+            (
+                window and not mixer.is_causal(attention),
+                "cuDNN has no bidirectional windows",
+            ),
         ]
     else:
         length = dimensions.max_target_length
-        is_large = dimensions.head_dim * dtype.itemsize > _LARGEST_HEAD
+        width = max(heads.key_width, heads.value_width)
+        is_large = width * dtype.itemsize > _LARGEST_HEAD
         on_each_device = f" on each of {num_length_parts} devices" if is_split else ""
         limits += [
             (dtype.name == "float16", "splash attention does not support dtype=float16"),
-            (is_large, f"head_dim {dimensions.head_dim} is too large for a block in VMEM"),
+            (is_large, f"head_dim {width} is too large for a block in VMEM"),
             (
                 length % (TILE * num_length_parts),
                 f"max_target_length {length} is not a multiple of {TILE}{on_each_device}",
@@ -132,25 +166,27 @@ def cudnn_failure_reason(
     # Other sizes, such as mlp_dim, would only compile the same kernel again.
     shapes = dict.fromkeys(
         (
-            window,
-            layer_config.attention.attention_scale,
-            dimensions.num_query_heads,
-            dimensions.num_kv_heads,
-            dimensions.head_dim,
+            mixer.heads(dimensions),
+            AttentionSpec(
+                causal=mixer.is_causal(layer_config.attention),
+                window=mixer.sliding_window(layer_config.attention),
+                scale=layer_config.attention.attention_scale,
+            ),
         )
-        for window, (layer_config, dimensions) in softmax_layers(config)
+        for mixer, (layer_config, dimensions) in softmax_layers(config)
+        if not mixer.hooks()
     )
-    for window, scale, num_heads, num_kv_heads, head_dim in shapes:
-        queries = abstract(1, part_length, num_heads, head_dim)
-        keys = abstract(1, length, num_kv_heads, head_dim)
-        spec = AttentionSpec(causal=config.attention.causal, window=window, scale=scale)
+    for heads, spec in shapes:
+        queries = abstract(1, part_length, heads.num_query_heads, heads.key_width)
+        keys = abstract(1, length, heads.num_key_heads, heads.key_width)
+        values = abstract(1, length, heads.num_key_heads, heads.value_width)
 
         def total(*arrays: Any, spec: AttentionSpec = spec) -> jax.Array:
             return _cudnn(*arrays, spec=spec).sum()
 
-        gradients = jax.jit(jax.grad(total, argnums=(1, 2, 3)))
+        gradients = jax.jit(jax.grad(total, argnums=(2, 3, 4)))
         try:
-            gradients.lower(first_position, queries, keys, keys, *segments).compile()
+            gradients.lower(first_position, None, queries, keys, values, *segments).compile()
         except Exception as error:  # its type depends on what cuDNN lacks
             reason = first_line(error)
             return f"cuDNN has no kernel for it: {reason}"
@@ -170,20 +206,22 @@ def supports_shape(q_BTNH: jax.Array, sharding: AttentionSharding | None) -> boo
 def flash_attention(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    v_BSVH: jax.Array,
     spec: AttentionSpec,
     sharding: AttentionSharding | None = None,
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes dot_product_attention without ALiBi, memories and dropout.
+    """Computes dot_product_attention without hooks, ALiBi, memories and dropout.
+
+    Sinks are for splash attention alone.
 
     The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
 
     Args:
       q_BTNH: Queries; `supports_shape` holds for them.
       k_BSKH: Keys, with S = T.
-      v_BSKH: Values.
+      v_BSVH: Values.
       spec: Computation and masking of scores.
       sharding: How queries and keys are divided, S over the same axes as T. Each device gathers the
         keys of whole sequences. None on one device.
@@ -193,11 +231,15 @@ def flash_attention(
       [B, T, N, H], in the dtype of the queries.
     """
     assert spec.slopes_N is None, spec
+    assert not spec.has_hooks, spec
     assert spec.precision in (None, "default"), spec
     on_gpu = platform() == "gpu"
+    sinks_N = spec.sinks_N
+    spec = dataclasses.replace(spec, sinks_N=None)  # what is left is hashable
+    v_BSKH = repeat_value_heads(k_BSKH, v_BSVH)
     run_kernel = functools.partial(_cudnn if on_gpu else _splash, spec=spec)
     if sharding is None:
-        return run_kernel(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+        return run_kernel(None, sinks_N, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
     if on_gpu and current_num_stages() > 1:
         run_kernel = unbatched_on_one_stage(run_kernel)
     batch_axes, length_axes, head_axes = (split_axes(sharding.query, dim) for dim in range(3))
@@ -212,6 +254,7 @@ def flash_attention(
 
     def gather_and_run(
         mask_part: Any,
+        sinks_N: jax.Array | None,
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
         v_BSKH: jax.Array,
@@ -220,15 +263,23 @@ def flash_attention(
         if length_axes:  # in here, so that gradients of keys and values are reduce-scattered
             k_BSKH = gather_length(k_BSKH, length_axes)
             v_BSKH = gather_length(v_BSKH, length_axes)
-        return run_kernel(mask_part, q_BTNH, k_BSKH, v_BSKH, *segments)
+        return run_kernel(mask_part, sinks_N, q_BTNH, k_BSKH, v_BSKH, *segments)
 
     return jax.shard_map(
         gather_and_run,
         mesh=sharding.query.mesh,
-        in_specs=(mask_spec, by_head, by_head, by_head, query_segments, key_segments),
+        in_specs=(
+            mask_spec,
+            PartitionSpec(head_axes),
+            by_head,
+            by_head,
+            by_head,
+            query_segments,
+            key_segments,
+        ),
         out_specs=by_head,
         check_vma=False,
-    )(mask_part, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+    )(mask_part, sinks_N, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
 
 
 def _mask_of_parts(
@@ -363,6 +414,7 @@ def _by_diagonal(kind: type) -> Any:
 
 def _splash(  # noqa: PLR0917
     kernel: Any,
+    sinks_N: jax.Array | None,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -375,6 +427,7 @@ def _splash(  # noqa: PLR0917
 
     Args:
       kernel: The kernel with this device's rows of the mask; None if it has all rows.
+      sinks_N: Sinks of its heads.
       q_BTNH: Its queries.
       k_BSKH: Keys of whole sequences.
       v_BSKH: Their values.
@@ -392,11 +445,13 @@ def _splash(  # noqa: PLR0917
         segments = splash.SegmentIds(query_segments_BT, key_segments_BS)
     scaled = q_BTNH * spec.scale_for(head_dim)
     q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKH))
-    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
+    run = functools.partial(kernel, sinks=sinks_N)
+    return jax.vmap(run)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
 
 
 def _cudnn(  # noqa: PLR0917
     first_1: jax.Array | None,
+    sinks_N: None,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -411,6 +466,7 @@ def _cudnn(  # noqa: PLR0917
 
     Args:
       first_1: Position of the first query if sequences are divided, else None.
+      sinks_N: None; JAX's binding drops the gradient of the log-sum-exp.
       q_BTNH: This device's queries.
       k_BSKH: Keys of whole sequences.
       v_BSKH: Their values.
@@ -418,6 +474,7 @@ def _cudnn(  # noqa: PLR0917
       key_segments_BS: Documents of the keys.
       spec: Computation and masking of scores.
     """
+    assert sinks_N is None, sinks_N
     is_causal = spec.causal
     mask_B1TS = None
     window = None if spec.window is None else (spec.window - 1, 0)

@@ -349,7 +349,7 @@ class LinearAttention(Attention):
         assert self.config.causal, "a bidirectional model cannot generate"
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         o_BTNH, state = self._causal(q_BTNH, k_BTKH, v_BTKH, context, state)
-        return self.project_output(tag(o_BTNH, "context")), state
+        return self.project_output(tag(o_BTNH, "context"), x, context), state
 
     def attend(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: ForwardContext

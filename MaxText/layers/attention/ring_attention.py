@@ -9,6 +9,9 @@ In causal attention the device of the first tokens would wait for that of the la
 each has two pieces, one counted from the beginning of the sequence and one from its end, so that
 all do the same work in every step, half of the full square. Pieces are exchanged before and after.
 
+Weights of a part's own (`AttentionSpec.weights_hook`) that depend on their own score alone have no
+maximum and no sum: the outputs of all shards of keys add up.
+
 Legend: B sequences, L queries of a device, K key/value heads, G query heads per key/value head, N =
 K * G, H head_dim, M memories, P blocks of R = L / P queries, Q pieces of S = L / Q keys, C devices.
 """
@@ -28,6 +31,7 @@ from MaxText.layers.attention.attention_core import (
     AttentionSpec,
     PersistentKV,
     kv_head_repeats,
+    repeat_value_heads,
 )
 from MaxText.layers.dense import einsum_f32
 from MaxText.parallelism.logical_sharding import split_axes
@@ -37,10 +41,17 @@ Axes = tuple[str, ...]
 _LOWEST = -1e30  # below every score; finite, so that differences are not NaN
 
 
+def ring_unsupported_reason(spec: AttentionSpec) -> str | None:
+    """Returns why a ring cannot compute the weights, or None."""
+    if spec.weights_hook is None or spec.weights_scope == "score":
+        return None
+    return f"weights depend on all scores of a {spec.weights_scope}, and a ring sees a part of them"
+
+
 def ring_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    v_BTVH: jax.Array,
     spec: AttentionSpec,
     sharding: AttentionSharding,
     *,
@@ -54,8 +65,8 @@ def ring_attention(  # noqa: PLR0913
     Args:
       q_BTNH: Queries.
       k_BTKH: Keys of the same tokens.
-      v_BTKH: Values.
-      spec: Computation and masking of scores.
+      v_BTVH: Values.
+      spec: Computation and masking of scores; `ring_unsupported_reason` is None for it.
       sharding: How the inputs are divided. The axes of T are those of the ring; they divide it, and
         are the same for queries and keys.
       segments_BT: Document of each token: attention stays within one.
@@ -66,6 +77,7 @@ def ring_attention(  # noqa: PLR0913
     mesh = sharding.query.mesh
     batch_axes, ring_axes, head_axes = (split_axes(sharding.query, dim) for dim in range(3))
     assert ring_axes == split_axes(sharding.key, 1), sharding
+    v_BTKH = repeat_value_heads(k_BTKH, v_BTVH)
     repeats = kv_head_repeats(q_BTNH, k_BTKH, sharding)
     if repeats > 1:
         k_BTKH = jnp.repeat(k_BTKH, repeats, axis=2)
@@ -74,33 +86,115 @@ def ring_attention(  # noqa: PLR0913
             persistent_kv = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), persistent_kv)
     num_parts = math.prod(mesh.shape[axis] for axis in ring_axes)
     ring = _Ring(
-        spec=dataclasses.replace(spec, slopes_N=None),
+        spec=dataclasses.replace(spec, slopes_N=None, sinks_N=None),
         axes=ring_axes,
         num_parts=num_parts,
         length=q_BTNH.shape[1] // num_parts,
         asks_for_balance=balanced,
         block_size=block_size,
     )
+    num_memories = 0 if persistent_kv is None else persistent_kv[0].shape[0]
+    hooks = _hoist_hooks(spec, ring, sharding.query.shard_shape(q_BTNH.shape), num_memories)
+    ring = dataclasses.replace(ring, hooks=hooks)
+    pos_BT = None
+    if spec.reads_positions:
+        batch, length = q_BTNH.shape[:2]
+        pos_BT = jnp.broadcast_to(spec.token_positions(segments_BT, length), (batch, length))
     by_head = PartitionSpec(batch_axes, ring_axes, head_axes)
+    by_token = PartitionSpec(batch_axes, ring_axes)
     inputs = _RingInputs(
         q_BLNH=q_BTNH,
         k_BLKH=k_BTKH,
         v_BLKH=v_BTKH,
         segments_BL=segments_BT,
+        pos_BL=pos_BT,
+        heads_N=jnp.arange(q_BTNH.shape[2]) if spec.score_hook is not None else None,
         slopes_N=spec.slopes_N,
+        sinks_N=spec.sinks_N,
         persistent_kv=persistent_kv,
+        hook_arrays=hooks.arrays,
     )
     specs: Any = _RingInputs(
         q_BLNH=by_head,
         k_BLKH=by_head,
         v_BLKH=by_head,
-        segments_BL=PartitionSpec(batch_axes, ring_axes),
+        segments_BL=by_token,
+        pos_BL=by_token,
+        heads_N=PartitionSpec(head_axes),
         slopes_N=PartitionSpec(head_axes),
+        sinks_N=PartitionSpec(head_axes),
         persistent_kv=PartitionSpec(None, head_axes),
+        hook_arrays=PartitionSpec(),
     )
     return jax.shard_map(
         ring.run, mesh=mesh, in_specs=(specs,), out_specs=by_head, check_vma=False
     )(inputs)
+
+
+# A hook, with the arrays that it read from outside as its first argument.
+_HoistedHook = Callable[..., jax.Array]
+
+
+class _Hooks(NamedTuple):
+    """Hooks of a part as functions of their arguments alone, for blocks of one shape.
+
+    A custom gradient and jax.shard_map have to be given all arrays. So the parameters that hooks
+    read are arguments here: of each hook its own, concatenated in `arrays`.
+    """
+
+    score: _HoistedHook | None = None
+    mask: _HoistedHook | None = None
+    weights: _HoistedHook | None = None
+    memory_weights: _HoistedHook | None = None  # for the scores of memories
+    arrays: tuple[tuple[jax.Array, ...], ...] = ((), (), (), ())
+
+
+def _hoist_hooks(
+    spec: AttentionSpec, ring: "_Ring", query_shape: tuple[int, ...], num_memories: int
+) -> _Hooks:
+    """Returns the hooks of a spec, made for the blocks of a device.
+
+    Args:
+      spec: The spec.
+      ring: The blocks of queries and pieces of keys.
+      query_shape: Shape of a device's queries.
+      num_memories: Memories, which are a piece of keys of their own.
+    """
+    batch, _, num_heads, _ = query_shape
+    rows = ring.length // ring.num_blocks
+    keys = ring.length // ring.num_pieces
+
+    def positions(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def square(num_keys: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, num_heads, rows, num_keys), dtype)
+
+    q_pos = positions(batch, 1, rows, 1)
+    k_pos = positions(batch, 1, 1, keys)
+    score = _hoist(spec.score_hook, square(keys), q_pos, k_pos, positions(num_heads, 1, 1))
+    mask = _hoist(spec.mask_hook, positions(batch, rows, 1), positions(batch, 1, keys))
+    weights = _hoist(spec.weights_hook, square(keys), square(keys, jnp.bool_))
+    memory_weights: tuple[_HoistedHook | None, tuple[jax.Array, ...]] = (None, ())
+    if num_memories:
+        seen = square(num_memories, jnp.bool_)
+        memory_weights = _hoist(spec.weights_hook, square(num_memories), seen)
+    functions, arrays = zip(score, mask, weights, memory_weights, strict=True)
+    return _Hooks(*functions, arrays=arrays)
+
+
+def _hoist(
+    hook: Callable[..., jax.Array] | None, *arguments: jax.ShapeDtypeStruct
+) -> tuple[_HoistedHook | None, tuple[jax.Array, ...]]:
+    """Returns (a function of (arrays, *arguments), the arrays that the hook reads from outside)."""
+    if hook is None:
+        return None, ()
+    closed = jax.make_jaxpr(hook)(*arguments)
+
+    def hoisted(arrays: tuple[jax.Array, ...], *arguments: jax.Array) -> jax.Array:
+        return jax.core.eval_jaxpr(closed.jaxpr, arrays, *arguments)[0]
+
+    return hoisted, tuple(closed.consts)
 
 
 class _RingInputs(NamedTuple):
@@ -113,16 +207,21 @@ class _RingInputs(NamedTuple):
     k_BLKH: Any
     v_BLKH: Any
     segments_BL: Any = None
+    pos_BL: Any = None  # positions in documents, for hooks
+    heads_N: Any = None  # indices of the query heads, for hooks
     slopes_N: Any = None
+    sinks_N: Any = None
     persistent_kv: Any = None
+    hook_arrays: Any = ()
 
 
 class _QueryBlock(NamedTuple):
     """A block of queries, or all blocks with a leading dimension P."""
 
     q_BRKGH: jax.Array
-    positions_R: jax.Array
+    positions_R: jax.Array  # in the sequence
     segments_BR: jax.Array | None
+    pos_BR: jax.Array | None  # in the document, for hooks
     residuals: Any = ()  # other inputs of the backward pass
 
 
@@ -133,6 +232,7 @@ class _KVBlock(NamedTuple):
     v_BSKH: jax.Array
     positions_S: jax.Array | None  # None for memories
     segments_BS: jax.Array | None
+    pos_BS: jax.Array | None = None
 
 
 class _OnlineSoftmax(NamedTuple):
@@ -143,12 +243,19 @@ class _OnlineSoftmax(NamedTuple):
     o_BKGRH: jax.Array  # sum of exp(score - largest) v
 
 
-class _MaskedScores(NamedTuple):
-    """Scores of a block of queries and a piece of keys."""
+class _CappedScores(NamedTuple):
+    """Scores of a block of queries and a piece of keys, before what depends on positions."""
 
     scores_BKGRS: jax.Array
-    seen: jax.Array  # whether a query sees a key; broadcasts to the scores
     slope: Any  # derivative of the scores by q k
+
+
+class _PerHead(NamedTuple):
+    """What scores read besides queries and keys."""
+
+    heads_N: jax.Array | None
+    slopes_N: jax.Array | None
+    hook_arrays: tuple[tuple[jax.Array, ...], ...]
 
 
 class _KeyPieces(NamedTuple):
@@ -157,6 +264,7 @@ class _KeyPieces(NamedTuple):
     k_QBSKH: jax.Array
     v_QBSKH: jax.Array
     segments_QBS: jax.Array | None
+    pos_QBS: jax.Array | None
 
 
 class _RingResult(NamedTuple):
@@ -181,6 +289,7 @@ class _Ring:
     length: int  # L
     asks_for_balance: bool
     block_size: int | None  # about R, which divides a piece; None is all of it
+    hooks: _Hooks = dataclasses.field(default_factory=_Hooks)
 
     @property
     def num_pieces(self) -> int:
@@ -215,6 +324,7 @@ class _Ring:
                 k_BLKH=self._zigzag(inputs.k_BLKH),
                 v_BLKH=self._zigzag(inputs.v_BLKH),
                 segments_BL=jax.tree.map(self._zigzag, inputs.segments_BL),
+                pos_BL=jax.tree.map(self._zigzag, inputs.pos_BL),
             )
         attend = jax.custom_vjp(lambda inputs: self._forward(inputs)[0])
         attend.defvjp(self._forward, self._backward)
@@ -233,22 +343,34 @@ class _Ring:
           The outputs [B, L, N, H], and (inputs, outputs, log-sum-exp float32 [P, B, K, G, R]).
         """
         queries = self._query_blocks(inputs)
-        num_blocks, batch, block, kv_heads, group, head_dim = queries.q_BRKGH.shape
-        slopes_KG = None
-        if inputs.slopes_N is not None:
-            slopes_KG = inputs.slopes_N.reshape(kv_heads, group)
+        num_blocks, batch, block, kv_heads, group, _ = queries.q_BRKGH.shape
+        per_head = _per_head(inputs)
         shape = (num_blocks, batch, kv_heads, group, block)
+        largest = jnp.full(shape, _LOWEST, jnp.float32)
+        sums = jnp.zeros(shape, jnp.float32)
+        if inputs.sinks_N is not None:  # the first key, with the value 0
+            sinks_KG1 = inputs.sinks_N.reshape(kv_heads, group, 1).astype(jnp.float32)
+            largest = jnp.broadcast_to(sinks_KG1, shape)
+            sums = jnp.ones(shape, jnp.float32)
         state = _OnlineSoftmax(
-            largest_BKGR=jnp.full(shape, _LOWEST, jnp.float32),
-            sums_BKGR=jnp.zeros(shape, jnp.float32),
-            o_BKGRH=jnp.zeros((*shape, head_dim), jnp.float32),
+            largest_BKGR=largest,
+            sums_BKGR=sums,
+            o_BKGRH=jnp.zeros((*shape, inputs.v_BLKH.shape[-1]), jnp.float32),
         )
 
         def add_keys(
             queries: _QueryBlock, keys: _KVBlock, state: _OnlineSoftmax, _: tuple[()]
         ) -> tuple[_OnlineSoftmax, tuple[()]]:
             """Returns the softmax of a block of queries over a further piece of keys."""
-            scores, seen, _ = self._scores(queries, keys, slopes_KG)
+            scores = self._capped_scores(queries, keys).scores_BKGRS
+            scores = self._positional_scores(scores, queries, keys, per_head)
+            seen = self._seen(queries, keys, per_head)
+            if self.spec.weights_hook is not None:
+                p = self._weights(scores, seen, keys, per_head)
+                added_BKGRH = self._einsum(
+                    "bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH
+                )
+                return state._replace(o_BKGRH=state.o_BKGRH + added_BKGRH), ()
             largest = jnp.maximum(state.largest_BKGR, jnp.where(seen, scores, _LOWEST).max(-1))
             correction = jnp.exp(state.largest_BKGR - largest)
             p = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
@@ -268,10 +390,14 @@ class _Ring:
             memories = _memory_block(inputs.persistent_kv, batch)
             state, _ = self._fold(add_keys, queries, memories, state, ())
         state, _, _ = self._ring_scan(add_keys, queries, self._key_pieces(inputs), state, ())
-        o = state.o_BKGRH / state.sums_BKGR[..., None]
-        o_BLNH = o.transpose(1, 0, 4, 2, 3, 5).reshape(inputs.q_BLNH.shape)
+        o = state.o_BKGRH
+        log_sums = sums
+        if self.spec.weights_hook is None:
+            o = o / state.sums_BKGR[..., None]
+            log_sums = state.largest_BKGR + jnp.log(state.sums_BKGR)
+        o_BLNH = o.transpose(1, 0, 4, 2, 3, 5).reshape(*inputs.q_BLNH.shape[:3], -1)
         o_BLNH = o_BLNH.astype(inputs.q_BLNH.dtype)
-        return o_BLNH, (inputs, o_BLNH, state.largest_BKGR + jnp.log(state.sums_BKGR))
+        return o_BLNH, (inputs, o_BLNH, log_sums)
 
     def _backward(
         self, residuals: tuple[_RingInputs, jax.Array, jax.Array], grad_o_BLNH: jax.Array
@@ -279,14 +405,14 @@ class _Ring:
         """Returns the gradients of the inputs (Dao et al. 2022, algorithm 4).
 
         P = exp(S - logsumexp), dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(dO * O)), dQ = dS K
-        and dK = dS^T Q. The gradients of keys and values travel around the ring with them.
+        and dK = dS^T Q. The gradients of keys and values travel around the ring with them. JAX
+        differentiates the hooks. A sink has dP = 0.
         """
         inputs, o_BLNH, log_sums = residuals
         queries = self._query_blocks(inputs)
-        _, batch, _, kv_heads, group, _ = queries.q_BRKGH.shape
-        slopes_KG = None
-        if inputs.slopes_N is not None:
-            slopes_KG = inputs.slopes_N.reshape(kv_heads, group)
+        num_blocks, batch, _, kv_heads, group, _ = queries.q_BRKGH.shape
+        per_head = _per_head(inputs)
+        floats, restore = _split_floats(inputs.hook_arrays)
         # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
         delta_BLN = jnp.sum(grad_o_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
         queries = queries._replace(
@@ -300,29 +426,46 @@ class _Ring:
         def add_gradients(
             queries: _QueryBlock,
             keys: _KVBlock,
-            dq: jax.Array,
+            query_gradients: tuple[jax.Array, list[jax.Array]],
             key_gradients: tuple[jax.Array, jax.Array],
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        ) -> tuple[tuple[jax.Array, list[jax.Array]], tuple[jax.Array, jax.Array]]:
             """Returns the gradients of a block of queries and a piece of keys, added up."""
             do_BKGRH, delta, log_sums = queries.residuals
+            dq, d_floats = query_gradients
             dk, dv = key_gradients
             k_BSKH = keys.k_BSKH
             v_BSKH = keys.v_BSKH
-            scores, seen, slope = self._scores(queries, keys, slopes_KG)
-            p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
+            capped, slope = self._capped_scores(queries, keys)
+            seen = self._seen(queries, keys, per_head)
             dp = self._einsum("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
-            ds = (p * (dp - delta[..., None]) * slope).astype(k_BSKH.dtype)
+
+            def scores_of(capped: jax.Array, floats: list[jax.Array]) -> jax.Array:
+                arrays = per_head._replace(hook_arrays=restore(floats))
+                scores = self._positional_scores(capped, queries, keys, arrays)
+                if self.spec.weights_hook is None:
+                    return scores
+                return self._weights(scores, seen, keys, arrays)
+
+            scores, pull_back = jax.vjp(scores_of, capped, floats)
+            if self.spec.weights_hook is None:
+                p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
+                d_capped, added = pull_back(p * (dp - delta[..., None]))
+            else:
+                p = scores
+                d_capped, added = pull_back(dp)
+            ds = (d_capped * slope).astype(k_BSKH.dtype)
             dv = dv + self._einsum("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
             dk = dk + self._einsum("bkgrs,brkgh->bskh", ds, queries.q_BRKGH)
             dq = dq + self._einsum("bkgrs,bskh->brkgh", ds, k_BSKH)
-            return dq, (dk, dv)
+            return (dq, jax.tree.map(jnp.add, d_floats, added)), (dk, dv)
 
-        dq = _zeros_like(queries.q_BRKGH)
+        by_block = [jnp.zeros((num_blocks, *x.shape), x.dtype) for x in floats]
+        query_gradients = (_zeros_like(queries.q_BRKGH), by_block)
         memory_gradients = None
         if inputs.persistent_kv is not None:
             memories = _memory_block(inputs.persistent_kv, batch)
-            dq, by_sequence = self._fold(
-                add_gradients, queries, memories, dq, _zeros_like(memories[:2])
+            query_gradients, by_sequence = self._fold(
+                add_gradients, queries, memories, query_gradients, _zeros_like(memories[:2])
             )
             memory_gradients = jax.tree.map(
                 lambda gradient, memory: gradient.sum((0, 1)).astype(memory.dtype),
@@ -330,17 +473,26 @@ class _Ring:
                 inputs.persistent_kv,
             )
         pieces = self._key_pieces(inputs)
-        dq, key_gradients, shift = self._ring_scan(
-            add_gradients, queries, pieces, dq, _zeros_like(pieces[:2])
+        (dq, by_block), key_gradients, shift = self._ring_scan(
+            add_gradients, queries, pieces, query_gradients, _zeros_like(pieces[:2])
         )
         dk, dv = self._rotate(key_gradients, -shift)
         slopes_N = inputs.slopes_N
+        sink_gradients = None
+        if inputs.sinks_N is not None:
+            _, delta, _ = queries.residuals
+            sinks_KG1 = inputs.sinks_N.reshape(kv_heads, group, 1)
+            terms = jnp.exp(sinks_KG1 - log_sums) * delta
+            by_head = -terms.sum((0, 1, 4)).reshape(-1)
+            sink_gradients = by_head.astype(inputs.sinks_N.dtype)
         gradients = _RingInputs(
             q_BLNH=_merge_length(dq, inputs.q_BLNH),
             k_BLKH=_merge_length(dk, inputs.k_BLKH),
             v_BLKH=_merge_length(dv, inputs.v_BLKH),
             slopes_N=None if slopes_N is None else jnp.zeros_like(slopes_N),
+            sinks_N=sink_gradients,
             persistent_kv=memory_gradients,
+            hook_arrays=restore([x.sum(0) for x in by_block], others=None),
         )
         return (gradients,)
 
@@ -370,6 +522,7 @@ class _Ring:
                 v_BSKH=keys.v_QBSKH,
                 positions_S=self._positions((device - step) % self.num_parts),
                 segments_BS=keys.segments_QBS,
+                pos_BS=keys.pos_QBS,
             )
             query_state, key_state = states
             return self._fold(block_fn, queries, pieces, query_state, key_state)
@@ -433,30 +586,74 @@ class _Ring:
             visible = visible & (nearest < window) & (farthest >= -window)
         return visible
 
-    def _scores(
-        self, queries: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None
-    ) -> _MaskedScores:
-        """Returns the scores of a block and a piece, as `AttentionSpec` says."""
-        spec = self.spec
+    def _capped_scores(self, queries: _QueryBlock, keys: _KVBlock) -> _CappedScores:
+        """Returns the scores of a block and a piece, scaled and soft-capped."""
         scale = self.spec.scale_for(queries.q_BRKGH.shape[-1])
         scores = scale * self._einsum("brkgh,bskh->bkgrs", queries.q_BRKGH, keys.k_BSKH)
-        slope: Any = scale
-        cap = spec.soft_cap
-        if cap:
-            tanh = jnp.tanh(scores / cap)
-            scores = cap * tanh
-            slope = scale * (1 - tanh * tanh)
+        cap = self.spec.soft_cap
+        if not cap:
+            return _CappedScores(scores, scale)
+        tanh = jnp.tanh(scores / cap)
+        return _CappedScores(cap * tanh, scale * (1 - tanh * tanh))
+
+    def _positional_scores(
+        self,
+        scores_BKGRS: jax.Array,
+        queries: _QueryBlock,
+        keys: _KVBlock,
+        per_head: _PerHead,
+    ) -> jax.Array:
+        """Returns the scores after ALiBi and the score hook, neither of which memories have."""
+        is_unchanged = per_head.slopes_N is None and self.hooks.score is None
+        if keys.positions_S is None or is_unchanged:
+            return scores_BKGRS
+        hook = self.hooks.score
+        if hook is not None:
+            hook = functools.partial(hook, per_head.hook_arrays[0])
+        spec = dataclasses.replace(self.spec, slopes_N=per_head.slopes_N, score_hook=hook)
+        batch, kv_heads, group, rows, num_keys = scores_BKGRS.shape
+        scores_BNRS = spec.positional_scores(
+            scores_BKGRS.reshape(batch, kv_heads * group, rows, num_keys),
+            *self._token_positions(queries, keys),
+            per_head.heads_N,
+        )
+        return scores_BNRS.reshape(scores_BKGRS.shape)
+
+    def _seen(self, queries: _QueryBlock, keys: _KVBlock, per_head: _PerHead) -> jax.Array:
+        """Returns whether a query sees a key; broadcasts to [B, K, G, R, S]."""
         if keys.positions_S is None:
-            return _MaskedScores(scores, jnp.ones((), bool), slope)
-        distance_RS = queries.positions_R[:, None] - keys.positions_S
-        if slopes_KG is not None:
-            abs_distance_RS = jnp.abs(distance_RS).astype(jnp.float32)
-            scores = scores - slopes_KG[..., None, None] * abs_distance_RS
-        seen = spec.visible(distance_RS)
+            return jnp.ones((), bool)
+        hook = self.hooks.mask
+        if hook is not None:
+            hook = functools.partial(hook, per_head.hook_arrays[1])
+        spec = dataclasses.replace(self.spec, mask_hook=hook)
+        seen = spec.mask(*self._token_positions(queries, keys))[:, None, None]
         if queries.segments_BR is not None and keys.segments_BS is not None:
             same_BRS = queries.segments_BR[:, :, None] == keys.segments_BS[:, None]
             seen = seen & same_BRS[:, None, None]
-        return _MaskedScores(scores, seen, slope)
+        return seen
+
+    def _token_positions(self, queries: _QueryBlock, keys: _KVBlock) -> tuple[jax.Array, jax.Array]:
+        """Returns positions of queries and keys, [B, R] and [B, S]; B may be 1."""
+        assert keys.positions_S is not None, keys
+        if queries.pos_BR is None or keys.pos_BS is None:
+            return queries.positions_R[None], keys.positions_S[None]
+        return queries.pos_BR, keys.pos_BS
+
+    def _weights(
+        self, scores_BKGRS: jax.Array, seen: jax.Array, keys: _KVBlock, per_head: _PerHead
+    ) -> jax.Array:
+        """Returns the weights of the weights hook, 0 where a key is not seen."""
+        is_memory = keys.positions_S is None
+        hook = self.hooks.memory_weights if is_memory else self.hooks.weights
+        assert hook is not None, self.hooks
+        batch, kv_heads, group, rows, num_keys = scores_BKGRS.shape
+        shape = (batch, kv_heads * group, rows, num_keys)
+        seen = jnp.broadcast_to(seen, scores_BKGRS.shape)
+        masked_BNRS = jnp.where(seen, scores_BKGRS, -jnp.inf).reshape(shape)
+        arrays = per_head.hook_arrays[3 if is_memory else 2]
+        weights_BNRS = hook(arrays, masked_BNRS, seen.reshape(shape))
+        return jnp.where(seen, weights_BNRS.reshape(scores_BKGRS.shape), 0.0)
 
     def _einsum(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return einsum_f32(subscripts, a, b, self.spec.precision)
@@ -472,6 +669,7 @@ class _Ring:
             q_BRKGH=split(q_BLKGH),
             positions_R=positions_QS.reshape(self.num_blocks, -1),
             segments_BR=jax.tree.map(split, inputs.segments_BL),
+            pos_BR=jax.tree.map(split, inputs.pos_BL),
         )
 
     def _key_pieces(self, inputs: _RingInputs) -> _KeyPieces:
@@ -481,6 +679,7 @@ class _Ring:
             k_QBSKH=split(inputs.k_BLKH),
             v_QBSKH=split(inputs.v_BLKH),
             segments_QBS=jax.tree.map(split, inputs.segments_BL),
+            pos_QBS=jax.tree.map(split, inputs.pos_BL),
         )
 
     def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
@@ -523,6 +722,33 @@ class _Ring:
                 pairs = [(target, source) for source, target in pairs]
             halves.append(jax.lax.ppermute(half, self.axes, pairs))
         return jnp.concatenate(halves, axis=1)
+
+
+def _per_head(inputs: _RingInputs) -> _PerHead:
+    """Returns what scores read besides queries and keys."""
+    return _PerHead(
+        heads_N=inputs.heads_N, slopes_N=inputs.slopes_N, hook_arrays=inputs.hook_arrays
+    )
+
+
+def _split_floats(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Returns the differentiable arrays of a tree, and a function that puts others in their place.
+
+    Its argument `others` is what the remaining arrays become; without it they stay.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+    def restore(floats: list[jax.Array], **others: Any) -> Any:
+        iterator = iter(floats)
+        restored = [
+            next(iterator) if differentiable else others.get("others", leaf)
+            for leaf, differentiable in zip(leaves, is_float, strict=True)
+        ]
+        return jax.tree.unflatten(structure, restored)
+
+    floats = [leaf for leaf, differentiable in zip(leaves, is_float, strict=True) if differentiable]
+    return floats, restore
 
 
 def _split_length(x_BL: jax.Array, number: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from MaxText.layers.dense import einsum_f32, is_exact_on_cpu
 from MaxText.parallelism.logical_sharding import platform
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def fuses_softmax_on_cpu(values_BKSH: jax.Array, precision: str | None) -> bool:
@@ -25,7 +25,10 @@ def fuses_softmax_on_cpu(values_BKSH: jax.Array, precision: str | None) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def cpu_softmax_product(
-    precision: str | None, scores_BKRS: jax.Array, values_BKSH: jax.Array
+    precision: str | None,
+    scores_BKRS: jax.Array,
+    values_BKSH: jax.Array,
+    sinks_KR1: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scores) values in fewer passes over [R, S].
 
@@ -41,39 +44,60 @@ def cpu_softmax_product(
       precision: Precision of the products, a name of jax.lax.Precision or None.
       scores_BKRS: Float32 scores, -inf where a key is masked.
       values_BKSH: Values; the result has their dtype.
+      sinks_KR1: Float32 score of a further key, whose value is 0, by query row.
 
     Returns:
       The outputs, [B, K, R, H].
     """
-    return _softmax_product_forward(precision, scores_BKRS, values_BKSH)[0]
+    return _softmax_product_forward(precision, scores_BKRS, values_BKSH, sinks_KR1)[0]
 
 
 def _softmax_product_forward(
-    precision: str | None, scores_BKRS: jax.Array, values_BKSH: jax.Array
+    precision: str | None,
+    scores_BKRS: jax.Array,
+    values_BKSH: jax.Array,
+    sinks_KR1: jax.Array | None,
 ) -> tuple[jax.Array, _Residuals]:
-    """Returns O = E V / sum(E) with E = exp(scores - max), and the residuals."""
-    exp_BKRS = jnp.exp(scores_BKRS - scores_BKRS.max(-1, keepdims=True))
+    """Returns O = E V / sum(E) with E = exp(scores - max), and the residuals.
+
+    The sink is part of the maximum and of the sum.
+    """
+    largest_BKR1 = scores_BKRS.max(-1, keepdims=True)
+    if sinks_KR1 is not None:
+        largest_BKR1 = jnp.maximum(largest_BKR1, sinks_KR1)
+    exp_BKRS = jnp.exp(scores_BKRS - largest_BKR1)
     sum_BKR1 = exp_BKRS.sum(-1, keepdims=True)
+    sink_share_BKR1 = None
+    if sinks_KR1 is not None:
+        exp_sink_BKR1 = jnp.exp(sinks_KR1 - largest_BKR1)
+        sum_BKR1 = sum_BKR1 + exp_sink_BKR1
+        sink_share_BKR1 = exp_sink_BKR1 / sum_BKR1
     exp_BKRS = exp_BKRS.astype(values_BKSH.dtype)
     o_BKRH = einsum_f32("...rs,...sh->...rh", exp_BKRS, values_BKSH, precision) / sum_BKR1
-    return o_BKRH.astype(values_BKSH.dtype), (exp_BKRS, sum_BKR1, o_BKRH, values_BKSH)
+    residuals = (exp_BKRS, sum_BKR1, o_BKRH, values_BKSH, sink_share_BKR1)
+    return o_BKRH.astype(values_BKSH.dtype), residuals
 
 
 def _softmax_product_backward(
     precision: str | None, residuals: _Residuals, grad_o_BKRH: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of scores and values.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the gradients of scores, values and sinks.
 
     dS = P * (dP - rowsum(dO * O)) with P = E / sum(E) and dP = dO V^T. The sum divides dO [R, H]
-    once, in place of E [R, S].
+    once, in place of E [R, S]. The sink has dP = 0.
     """
-    exp_BKRS, sum_BKR1, o_BKRH, values_BKSH = residuals
+    exp_BKRS, sum_BKR1, o_BKRH, values_BKSH, sink_share_BKR1 = residuals
+    grad_sinks_KR1 = None
+    if sink_share_BKR1 is not None:
+        delta_BKR1 = (grad_o_BKRH.astype(jnp.float32) * o_BKRH).sum(-1, keepdims=True)
+        grad_sinks_BKR1 = -sink_share_BKR1 * delta_BKR1
+        grad_sinks_KR1 = grad_sinks_BKR1.reshape(-1, *grad_sinks_BKR1.shape[-3:]).sum(0)
     grad_o_BKRH = grad_o_BKRH / sum_BKR1
     mean_BKR1 = (grad_o_BKRH * o_BKRH).sum(-1, keepdims=True)
     grad_o_BKRH = grad_o_BKRH.astype(values_BKSH.dtype)
     grad_values = jnp.einsum("...rs,...rh->...sh", exp_BKRS, grad_o_BKRH, precision=precision)
     grad_BKRS = einsum_f32("...rh,...sh->...rs", grad_o_BKRH, values_BKSH, precision)
-    return exp_BKRS * (grad_BKRS - mean_BKR1), grad_values
+    return exp_BKRS * (grad_BKRS - mean_BKR1), grad_values, grad_sinks_KR1
 
 
 cpu_softmax_product.defvjp(_softmax_product_forward, _softmax_product_backward)
