@@ -4,9 +4,9 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -22,6 +22,9 @@ from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import NoOptions, read_options
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
+
+if TYPE_CHECKING:
+    from MaxText.conformance.checks import Check
 
 USAGE = """
 usage: check_part.py MODULE[:CLASS] [key=value ...]
@@ -111,42 +114,8 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     part_under_test = Subject(make_config, decodes=decodes)
-    is_optimizer = part.kind == "optimizer"
-    checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
-    unsupported: dict[str, str] = {}
-    if not decodes:
-        unsupported["decode state"] = "no prefill and decode_step, so decode.py rejects it"
-    return _print_results(checks, part_under_test, part, unsupported)
-
-
-def _print_results(
-    checks: Sequence[Any], subject: Any, part: registry.Registration, unsupported: Mapping[str, str]
-) -> bool:
-    """Prints the result of each check; returns whether one failed.
-
-    Args:
-      checks: The checks of the part's kind (`conformance.checks.Check`).
-      subject: What they examine.
-      part: The part.
-      unsupported: Reasons why the part does not support what a check is about, by its name.
-    """
-    from MaxText.conformance.checks import Problem, find_problem
-
-    file, _, _ = part.location.rpartition(":")
-    first_check: dict[Problem, str] = {}  # that has found a problem
-    for check in checks:
-        problem = find_problem(check, subject, file)
-        if check.name in unsupported:
-            result = f"not supported: {unsupported[check.name]}"
-        elif problem is None:
-            result = "ok"
-        elif problem in first_check:
-            result = f"FAILED: as {first_check[problem]}"
-        else:
-            result = f"FAILED: {problem.description}\n{'':18}{problem.remedy}"
-            first_check[problem] = check.name
-        print(f"  {check.name:<16}{result}")
-    return bool(first_check)
+    checks = OPTIMIZER_CHECKS if part.kind == "optimizer" else CHECKS
+    return _run_checks(part, checks, part_under_test, decodes=decodes)
 
 
 def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
@@ -158,7 +127,30 @@ def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
         source_keys: dict[str, Any] = SOURCE_KEYS | {"dataset_type": part.name} | keys
         config = load_config(**source_keys)
     print(f"{part.kind} {part.name} ({part.location})")
-    return _print_results(SOURCE_CHECKS, SourceSubject(config), part, unsupported={})
+    return _run_checks(part, SOURCE_CHECKS, SourceSubject(config))
+
+
+def _run_checks(
+    part: registry.Registration, checks: Sequence["Check"], subject: Any, *, decodes: bool = True
+) -> bool:
+    """Prints the result of each check of a part; returns whether one failed."""
+    from MaxText.conformance.checks import Problem, find_problem
+
+    file, _, _ = part.location.rpartition(":")
+    first_check: dict[Problem, str] = {}  # that has found a problem
+    for check in checks:
+        problem = find_problem(check, subject, file)
+        if check.name == "decode state" and not decodes:
+            result = "not supported: no prefill and decode_step, so decode.py rejects it"
+        elif problem is None:
+            result = "ok"
+        elif problem in first_check:
+            result = f"FAILED: as {first_check[problem]}"
+        else:
+            result = f"FAILED: {problem.description}\n{'':18}{problem.remedy}"
+            first_check[problem] = check.name
+        print(f"  {check.name:<16}{result}")
+    return bool(first_check)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ Parentheses group a fused dimension, and J counts the parameters that share the 
 only permute numbers, so round trips are exact.
 
 Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size, P
-positions, J parameters per tensor, E experts. Pattention slots: Q of each of query, key and value;
-O of the output projection; S of the feed-forward. Dense connections: C streams, L aggregated hidden
-states, W hidden width of the weight network. Sizes may differ by layer.
+positions, J parameters per tensor, E experts, U a dimension of size 1 that the parameter lacks.
+Pattention slots: Q of each of query, key and value; O of the output projection; S of the
+feed-forward. Dense connections: C streams, L aggregated hidden states, W hidden width of the weight
+network. Sizes may differ by layer.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,14 +30,16 @@ from MaxText.conversion.layer_table import LayerTable
 from MaxText.conversion.rotary_config import RotaryDefaults
 
 REQUIRED = object()
+OMITTED = object()  # what a setting writes that config.json does not need
 Computed = Callable[[Mapping[str, Any]], Any]  # a value from those of other keys
 
 # config.json key that carries the length requested by the user.
 REQUESTED_LENGTH = "requested max_target_length"
 
 # Placeholders for numbers in tensor names.
-_NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
+_NUMBER = re.compile(r"\{(layer|num_layers|expert|head)(?:\+(\d+))?\}")
 _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
+_UNIT = "U"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +62,15 @@ class _Layout:
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """Indices of J and the parameter's letters among those of the tensor."""
-        axes = ("J" if "J" in self._letters else "") + self.param_axes.replace(" ", "")
+        """Indices of J, the parameter's letters and U among the letters of the tensor."""
+        letters = "J" + self.param_axes.replace(" ", "") + _UNIT
+        axes = [letter for letter in letters if letter in self._letters]
         return [self._letters.index(letter) for letter in axes]
 
     def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Returns the size of each letter for parameters of `shape`."""
-        return dict(zip(self.param_axes.split(), shape, strict=True), J=self.num_params)
+        sizes = zip(self.param_axes.split(), shape, strict=True)
+        return {"J": self.num_params, _UNIT: 1, **dict(sizes)}
 
     def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the tensor for parameters of `shape`."""
@@ -77,11 +82,15 @@ class _Layout:
         sizes = self._sizes(shape)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
+        if _UNIT in self._letters:
+            moved = moved[..., 0]
         return list(moved) if "J" in self._letters else [moved]
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Joins parameters into the tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
+        if _UNIT in self._letters:
+            moved = moved[..., None]
         spread = moved.transpose(np.argsort(self._order))
         return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape)))
 
@@ -93,14 +102,16 @@ RotaryOrder = Literal["halves", "adjacent", "reversed"]
 class WeightMapping:
     """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
 
-    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
+    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}, {head}; offsets as in
+    # {layer+2}
     hf_name: str
     # parameters in the tensor, in the order of J, separated by spaces. Names in layers begin with
-    # `layers/`, however layers are stored; one array holds all experts, after the layer dimension.
+    # `layers/`, however layers are stored; one array holds all experts or heads that have tensors
+    # of their own, after the layer dimension.
     # The row applies only to models with the first parameter: a model without biases has no bias
     # rows.
     params: str
-    # Patterns for one layer and one expert. Parameters of different shapes that the tensor
+    # Patterns for one layer and one expert or head. Parameters of different shapes that the tensor
     # concatenates along its first dimension each have a pattern, separated by "|".
     hf_axes: str  # for example "(N J H) D"
     param_axes: str  # for example "D N H"; the same letters without J
@@ -121,9 +132,9 @@ class WeightMapping:
         return "{layer" in self.hf_name
 
     @property
-    def in_experts(self) -> bool:
-        """Whether there is such a tensor for each expert."""
-        return "{expert}" in self.hf_name
+    def is_numbered(self) -> bool:
+        """Whether there is such a tensor for each expert, or each head."""
+        return "{expert}" in self.hf_name or "{head}" in self.hf_name
 
     @functools.cached_property
     def _layouts(self) -> list[_Layout]:
@@ -204,9 +215,16 @@ def _from_halves(array: np.ndarray, order: RotaryOrder, num_dims: int) -> np.nda
 row = WeightMapping
 
 
-def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
-    """Returns a name with numbers for placeholders: "h.{layer+1}" is "h.3" in layer 2."""
-    numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
+def numbered(name: str, num_layers: int, layer: int, index: int = 0) -> str:
+    """Returns a name with numbers for placeholders: "h.{layer+1}" is "h.3" in layer 2.
+
+    Args:
+      name: The name.
+      num_layers: Layers of the model.
+      layer: Of the tensor.
+      index: Number of its expert or head, if there is a tensor for each.
+    """
+    numbers = {"layer": layer, "num_layers": num_layers, "expert": index, "head": index}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
 
@@ -223,7 +241,13 @@ def norm(hf_name: str, params: str, suffixes: Sequence[str] = _SUFFIXES) -> Rows
 
 
 def projection(
-    hf_name: str, params: str, hf_axes: str, param_axes: str, suffixes: Sequence[str] = _SUFFIXES
+    hf_name: str,
+    params: str,
+    hf_axes: str,
+    param_axes: str,
+    suffixes: Sequence[str] = _SUFFIXES,
+    *,
+    rotary_order: RotaryOrder = "halves",
 ) -> Rows:
     """Returns the rows of a projection: its kernels, and their biases.
 
@@ -236,32 +260,37 @@ def projection(
       hf_axes: Pattern of the kernel's tensor.
       param_axes: Pattern of the kernel.
       suffixes: Of the kernel's tensor and of the bias's.
+      rotary_order: See WeightMapping.
     """
     last = param_axes[-1]
     outputs = next(dimension for dimension in _DIMENSION.findall(hf_axes) if last in dimension)
     letters = [letter for letter in param_axes.split() if letter in outputs]
     kernels = " ".join(f"{name}/kernel" for name in params.split())
+    biases = kernels.replace("/kernel", "/bias")
+    make = functools.partial(row, rotary_order=rotary_order)
     return (
-        row(hf_name + suffixes[0], kernels, hf_axes, param_axes),
-        row(hf_name + suffixes[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
+        make(hf_name + suffixes[0], kernels, hf_axes, param_axes),
+        make(hf_name + suffixes[1], biases, outputs, " ".join(letters)),
     )
 
 
 ATTENTION = "layers/self_attention/"
 
 
-def attention(prefix: str, names: str, kv: str = "N") -> Rows:
+def attention(prefix: str, names: str, kv: str = "N", rotary_order: RotaryOrder = "halves") -> Rows:
     """Returns the rows of a torch.nn.Linear per projection.
 
     Args:
       prefix: Of all tensor names.
       names: What follows it, of query, key, value and output, separated by spaces.
       kv: The letter of key and value heads: N, or K for grouped-query attention.
+      rotary_order: Of queries and keys, see WeightMapping.
     """
     query, key, value, out = (prefix + name for name in names.split())
+    rotated = functools.partial(projection, rotary_order=rotary_order)
     return (
-        *projection(query, ATTENTION + "query", "(N H) D", "D N H"),
-        *projection(key, ATTENTION + "key", f"({kv} H) D", f"D {kv} H"),
+        *rotated(query, ATTENTION + "query", "(N H) D", "D N H"),
+        *rotated(key, ATTENTION + "key", f"({kv} H) D", f"D {kv} H"),
         *projection(value, ATTENTION + "value", f"({kv} H) D", f"D {kv} H"),
         *projection(out, ATTENTION + "out", "D (N H)", "N H D"),
     )
@@ -291,10 +320,10 @@ class ConfigMapping:
     # value of a null in config.json, or a function of config.json; REQUIRED if it means an absent
     # key
     null: Any = REQUIRED
-    kinds: tuple[str, ...] = ()  # of the layers that it is for (Family.layers); empty: all layers
+    kinds: tuple[str, ...] = ()  # of the layers that it is for (Family.layers); empty: all
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    # our keys -> Hugging Face value or REQUIRED
+    # our keys -> Hugging Face value, REQUIRED or OMITTED
     write: Computed | None = None
 
     @property
@@ -385,6 +414,7 @@ _ACTIVATIONS = {
     "gelu": "gelu_erf",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
     "silu": "silu",
     "swish": "swish",
 }
@@ -413,6 +443,13 @@ def divided_by(name: str, divisor: str) -> Computed:
     return lambda config: config[name] // config[divisor]
 
 
+ConfigChange = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _unchanged(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Tables of one Hugging Face `model_type`."""
@@ -426,6 +463,8 @@ class Family:
     head: str = "lm_head.weight"  # optional in files of tied models
     choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # unlike decoder_block's
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
+    # Scalar tensors, by name, that hold numbers of the architecture: no parameters here.
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_transformers: bool = True  # whether transformers has the class
     # config.json's auto_map, for classes in Python files next to it. A family with neither is
     # identified by `architectures`, and `model_type` is only a name used here.
@@ -433,17 +472,45 @@ class Family:
     code: str = ""  # hub repository of these files
     rotary: RotaryDefaults | None = None  # how config.json describes rotary positions
     layers: LayerTable | None = None  # how config.json describes layers that differ
+    # Rewrites what config.json says in other words than the settings, before they are read, and
+    # after they are written.
+    read_config: ConfigChange = _unchanged
+    write_config: ConfigChange = _unchanged
     # model_type of multimodal models whose text part is such a model; only read
     wrappers: tuple[str, ...] = ()
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
         """Keys without a setting, with their values."""
-        mapped_keys = {name for setting in self.settings for name in setting.keys}
+        return self._choices_without(self.settings)
+
+    def parts_of(self, kind: str | None) -> dict[str, Any]:
+        """Returns keys without a setting for layers of a kind, with their values.
+
+        Args:
+          kind: Its name; None for all kinds.
+        """
+        if kind is None:
+            return self.parts
+        return self._choices_without(
+            setting for setting in self.settings if not setting.kinds or kind in setting.kinds
+        )
+
+    def _choices_without(self, settings: Iterable[ConfigMapping]) -> dict[str, Any]:
+        """Returns choices of the family, without keys that settings or the layers determine."""
+        determined = {name for setting in settings for name in setting.keys}
         if self.layers is not None:
-            mapped_keys |= self.layers.keys
+            determined |= self.layers.keys
         choices = {**_choices(self.decoder_block), **self.choices}
-        return {name: value for name, value in choices.items() if name not in mapped_keys}
+        return {name: value for name, value in choices.items() if name not in determined}
+
+    def constant_tensors(self, num_layers: int) -> dict[str, float]:
+        """Returns `constants` by the names of tensors in a model."""
+        return {
+            numbered(name, num_layers, layer): value
+            for name, value in self.constants.items()
+            for layer in range(num_layers)
+        }
 
     @property
     def in_layer(self) -> str:
@@ -506,4 +573,20 @@ def _choices(decoder_block: str) -> dict[str, Any]:
 
 
 BOOLEANS = ((True, True), (False, False))
+
+
+def soft_cap(name: str, key: str, default: float | None) -> ConfigMapping:
+    """Returns the setting of a soft cap, which null turns off; 0 does here."""
+
+    def read(value: Any, config: Mapping[str, Any]) -> Any:
+        if value is None:
+            return 0.0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and value > 0 else REQUIRED
+
+    return ConfigMapping(
+        (name,), (key,), default, null=None, read=read, write=lambda values: values[key] or None
+    )
+
+
 PARALLEL = ((True, "parallel"), (False, "sequential"))

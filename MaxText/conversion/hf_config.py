@@ -12,7 +12,14 @@ from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
 from MaxText.conversion import layer_table, rotary_config
 from MaxText.conversion.families import FAMILIES
-from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family, evaluate
+from MaxText.conversion.family import (
+    OMITTED,
+    REQUESTED_LENGTH,
+    REQUIRED,
+    ConfigMapping,
+    Family,
+    evaluate,
+)
 from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
@@ -71,7 +78,7 @@ def config_from_hf(
       UserError: With all values that cannot be imported.
     """
     stored = config
-    config = _flattened(config, family, source)
+    config = family.read_config(_flattened(config, family, source))
     requested_length = str(user_keys.get("max_target_length", ""))
     if requested_length.isdecimal():
         config[REQUESTED_LENGTH] = int(requested_length)
@@ -196,7 +203,8 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
         only = " cannot be"
         if supported_values:
             only = f": only {' or '.join(supported_values)} can be"
-        return f"{name}={value}{only} imported. {setting.hint}".rstrip()
+        shown = "null" if value is None else value
+        return f"{name}={shown}{only} imported. {setting.hint}".rstrip()
     is_converted = setting.values is not None or setting.read is not None
     for key in () if is_converted else [all_keys()[key_name] for key_name in setting.keys]:
         try:
@@ -290,7 +298,11 @@ def find_family(config: Config, requested: str, imported_as: Family | None = Non
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[requested]] if requested else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
-    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
+    block = config.model.shape.decoder_block
+    nearest = min(
+        mismatches,
+        key=lambda name: (len(mismatches[name]), FAMILIES[name].decoder_block != block),
+    )
     lines = mismatches[nearest]
     if not lines:
         return FAMILIES[nearest]
@@ -351,6 +363,11 @@ def _mismatches(family: Family, config: Config) -> list[str]:
     own_keys = part_keys(family, config)
     differences = [line for view in views for line in _part_differences(family, view, own_keys)]
     differences += [line for view in views for line in _setting_differences(family, view, written)]
+    if family.layers is not None and all(view.kind is not None for view in views):
+        try:
+            family.layers.write(_kind_names(family.layers, config))
+        except LayerTableError as error:
+            differences.append(str(error))
     return list(dict.fromkeys(differences))
 
 
@@ -394,7 +411,8 @@ def _part_differences(family: Family, view: _View, own_keys: Mapping[str, Any]) 
       own_keys: Keys of parts that name their own tensors.
     """
     values = view.values
-    read_there = drop_unused_keys(values | family.parts, family.parts)
+    parts = family.parts_of(view.kind)
+    read_there = drop_unused_keys(values | parts, parts)
     differences = [
         f"{name}={_shown(values[name])}, not {_shown(family_value)}"
         for name, family_value in drop_unused_keys(values, read_there).items()
@@ -505,11 +523,14 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     if family.layers is not None:
         result |= family.layers.write(_kind_names(family.layers, config))
     for setting, value in _written(family, views).items():
+        if value is OMITTED:
+            continue
         *objects, name = setting.split(".")
         target_object = result
         for object_name in objects:
             target_object = target_object.setdefault(object_name, {})
         target_object[name] = value
+    result = family.write_config(result)
     own_keys = part_keys(family, config)
     if own_keys:
         result[_MAXTEXT_OBJECT] = own_keys

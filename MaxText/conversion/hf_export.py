@@ -75,18 +75,27 @@ def write_folder(
         specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
         sizes[kind.name] += specs[tensor.name].size * kind.itemsize
 
+    constants = family.constant_tensors(weights.config.model.shape.dimensions.num_layers)
+    constant_dtype = np.dtype(dtype or jnp.result_type(*weights.formats.values()))
+    for name in constants:
+        specs[name] = jax.ShapeDtypeStruct((), constant_dtype)
+
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         for names, group in tensor_map.groups.items():
             arrays = [weights.read(name) for name in names]
             for tensor in group:
                 joined = tensor.join(arrays)
                 yield tensor.name, _cast(tensor.name, joined, specs[tensor.name].dtype)
+        for name, value in constants.items():
+            yield name, np.array(value, constant_dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.
     id_names = _TOKEN_IDS if family.has_model_type else token_ids
     ids = {name: token_ids.get(name) for name in id_names}
     config = hf_config.to_config_json(family, weights.config)
-    config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
+    # Programs outside transformers know the older name.
+    dtype_name = "dtype" if family.in_transformers else "torch_dtype"
+    config |= {dtype_name: sizes.most_common(1)[0][0], **ids}
     config |= _imported_keys(family, record.get("config") or {}, is_cast=bool(dtype))
     write_json(folder / CONFIG, config)
     names = [CONFIG]

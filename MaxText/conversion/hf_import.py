@@ -45,7 +45,7 @@ class MappedTensor(NamedTuple):
     name: str  # with layer numbers filled in
     row: WeightMapping
     param_names: tuple[str, ...]  # parameters that it is part of
-    index: tuple[int, ...]  # into them: layer and expert, if they hold several
+    index: tuple[int, ...]  # into them: layer, expert or head, if they hold several
     parts: tuple[tuple[int, ...], ...]  # shape of what it holds of each
     rotary_dims: int  # dimensions of a head that are rotated in its layer
     legacy_names: tuple[str, ...] = ()  # alternative names in published files
@@ -136,16 +136,18 @@ class TensorMap:
 
     def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
         """Returns the shape of what one tensor holds of a parameter: one layer, one expert."""
+        shape = self._in_layer(name)
+        return shape[1:] if row.is_numbered else shape
+
+    def _in_layer(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a parameter in one layer."""
         param = self.model.parameters[name]
-        shape = param.shape
-        if "layers" in param.logical_axes:
-            shape = shape[1:]
-        return shape[1:] if row.in_experts else shape
+        return param.shape[1:] if "layers" in param.logical_axes else param.shape
 
     def _add(
         self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
-        """Adds the tensors of a row in a layer: one, or one for each expert.
+        """Adds the tensors of a row in a layer: one, or one for each expert or head.
 
         Args:
           stored: Of `_stored`.
@@ -154,11 +156,14 @@ class TensorMap:
         _, layer_index = stored[0]
         tensors = self.groups.setdefault(names, [])
         layer_config = self._layers[layer]
-        rotary_fraction = layer_config.config.position.rotary_pct
-        num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
-        for expert in range(num_experts):
+        position = layer_config.config.position
+        # Heads of the model may be in the order of the file.
+        is_permuted = row.rotary_order != position.rope_pairs
+        rotary_fraction = position.rotary_pct if is_permuted else 0
+        num_tensors = self._in_layer(names[0])[0] if row.is_numbered else 1
+        for number in range(num_tensors):
             hf_name, *legacy_names = (
-                numbered(template, self._num_layers, layer, expert)
+                numbered(template, self._num_layers, layer, number)
                 for template in (row.hf_name, *row.legacy_names)
             )
             tensors.append(
@@ -166,7 +171,7 @@ class TensorMap:
                     name=hf_name,
                     row=row,
                     param_names=names,
-                    index=(*layer_index, expert) if row.in_experts else layer_index,
+                    index=(*layer_index, number) if row.is_numbered else layer_index,
                     parts=tuple(self._part(row, name) for name in names),
                     rotary_dims=int(layer_config.dimensions.head_dim * rotary_fraction),
                     legacy_names=tuple(legacy_names),
@@ -297,6 +302,10 @@ class HFWeights(WeightSource):
         ignored = {
             name for name in extra_names if name in heads or name.endswith(self.family.ignored)
         }
+        constants = self.family.constant_tensors(self.model.config.shape.dimensions.num_layers)
+        for name in extra_names & constants.keys():
+            self._check_constant(file_names[name], constants[name])
+            ignored.add(name)
         check_arrays(
             {
                 name: self.files.found[file_name]
@@ -308,6 +317,15 @@ class HFWeights(WeightSource):
             f"Check that {CONFIG} and the tensors belong together.",
         )
         return {name: file_names[candidates] for name, candidates in names.items()}
+
+    def _check_constant(self, name: str, value: float) -> None:
+        """Refuses a tensor with another number than that of the architecture, but for rounding."""
+        stored = self.files.read(name)
+        if stored.size != 1 or abs(float(stored.reshape(())) - value) > abs(value) / 128:
+            raise UserError(
+                f"{self.folder}: {name} is {stored.reshape(-1)[:4]}, and only {value} can be "
+                "imported."
+            )
 
     @property
     def _table(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
 _LAYER_TYPES = "layer_types"
+_SIZES = ("base_num_kv_heads", "head_dim")  # keys of ours that can differ by kind
 
 
 class LayerKind(NamedTuple):
@@ -102,7 +103,9 @@ def keys_of_layers(
         for kind in used
     }
     pattern = shortest_pattern("".join(letter_of[name] for name in names))
-    return {**shared, "layer_pattern": pattern, "layer_kinds": kinds}
+    # Sizes of the model itself have to fit, too.
+    sizes = {name: value for name, value in common.items() if name in _SIZES}
+    return {**sizes, **shared, "layer_pattern": pattern, "layer_kinds": kinds}
 
 
 def shortest_pattern(letters: str) -> str:

@@ -37,6 +37,9 @@ class RotaryDefaults:
     scaled_kind: str = "full_attention"
     parameters_by_kind: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     type_names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of types
+    # original_max_position_embeddings, in classes where it is a key of its own
+    original_length: int | None = None
+    has_alpha: bool = False  # whether `dynamic` with a fixed `alpha` is another base (Hunyuan)
 
 
 def flattened(config: Mapping[str, Any], defaults: RotaryDefaults, source: str) -> dict[str, Any]:
@@ -118,14 +121,31 @@ def _standardized(
     length = config.get("max_position_embeddings")
     if rope_type in _EXTENDED_TYPES:
         # A key of its own counts before one in the object, except where layers differ.
-        original = None if defaults.thetas_by_kind else config.get(_ORIGINAL_LENGTH)
+        original = None
+        if not defaults.thetas_by_kind:
+            original = config.get(_ORIGINAL_LENGTH) or defaults.original_length
         original = original or parameters.get(_ORIGINAL_LENGTH) or length
         parameters = parameters | {_ORIGINAL_LENGTH: original}
-        if "factor" in parameters and parameters["factor"] is None and original and length:
-            parameters["factor"] = length / original
+        is_ratio = rope_type == "longrope" or "factor" in parameters
+        if is_ratio and parameters.get("factor") is None and original and length:
+            ratio = length / original
+            # A smaller one scales nothing in longrope.
+            parameters["factor"] = max(ratio, 1.0) if rope_type == "longrope" else ratio
+    if defaults.has_alpha and rope_type == "dynamic" and parameters.get("alpha"):
+        rope_type = "default"
+        parameters = _with_stretched_base(parameters, config)
     parameters.pop("type", None)
     values = {name: value for name, value in parameters.items() if value is not None}
     return {**values, "rope_type": rope_type}
+
+
+def _with_stretched_base(
+    parameters: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns parameters with the base that a fixed `alpha` means: NTK-aware scaling."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    theta = parameters[_THETA] * parameters["alpha"] ** (head_dim / (head_dim - 2))
+    return {_THETA: theta}
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:

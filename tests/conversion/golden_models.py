@@ -125,11 +125,12 @@ def of_family_vectors(case: str) -> Golden:
     """One of tests/golden/families."""
     facts, arrays = _read("families", case)
     parameters = draw_weights(facts["shapes"], facts["centers"])
-    parameters |= {name: np.float32(value) for name, value in facts["fixed"].items()}
+    constants = {name: np.asarray(value, np.float32) for name, value in facts["fixed"].items()}
+    parameters |= constants
     gradients = below(arrays, "grad/")
     unrecorded = {
         name: np.full_like(parameters[name], UNRECORDED) for name in facts["without_gradient"]
-    }
+    } | constants
     return Golden(
         facts,
         arrays,

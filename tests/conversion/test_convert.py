@@ -78,7 +78,8 @@ def test_formats_come_back_bit_for_bit(made, dtype, others, most, fields, here):
     assert len(names(here / "out")) > 4
     same_bits({name: weights.files.read(name) for name in weights.files.found}, tensors)
     # What no table decides is kept.
-    assert weights.config_json.items() >= (fields | {"torch_dtype": most}).items()
+    dtype_name = "dtype" if weights.family.in_transformers else "torch_dtype"
+    assert weights.config_json.items() >= (fields | {dtype_name: most}).items()
     if "eos_token_id" in fields:
         generation = json.loads((here / "out" / "generation_config.json").read_text())
         assert generation["eos_token_id"] == 7
@@ -95,7 +96,7 @@ def test_another_format_on_export(here):
     run("from=run", "to=hf:out", "dtype=bfloat16")
     found = load_file(here / "out" / "model.safetensors")
     assert {tensor.dtype.name for tensor in found.values()} == {"bfloat16"}
-    assert json.loads((here / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((here / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_the_tokenizer_is_copied(here):

@@ -6,8 +6,9 @@ from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import config_from_hf
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
-from tests.conversion.golden_models import hugging_face
-from tests.conversion.small_folders import of_family, random, write
+from tests.conversion.golden_models import hugging_face, of_family_vectors
+from tests.conversion.small_folders import DESCENDANTS, of_family, random, write
+from tests.golden.families.make import CASES
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFUSED = [
@@ -15,12 +16,14 @@ REFUSED = [
     ("llama", {"rope_scaling": {"rope_type": "llama3"}}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}),
     ("llama", {"rope_scaling": "x"}),
-    ("qwen3", {"rope_scaling": YARN | {"mscale": 1.0}}),
-    ("qwen3", {"rope_scaling": YARN | {"truncate": False}}),
+    ("qwen3", {"rope_scaling": YARN | {"attention_factor": 0}}),
+    ("qwen3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": "x"}}),
     ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
     ("llama", {"hidden_act": "xielu", "partial_rotary_factor": 0.5}),
     ("llama", {"hidden_size": None}),
-    ("qwen2", {"use_sliding_window": True}),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("qwen2", {"layer_types": ["full_attention"]}),
+    ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}),
     ("mistral", {"sliding_window": "x"}),
     ("mixtral", {"sliding_window": 0}),
     ("mixtral", {"num_local_experts": 1}),
@@ -28,6 +31,22 @@ REFUSED = [
     ("mixtral", {"router_jitter_noise": 0.1}),
     ("gemma", {"hidden_activation": "gelu"}),
     ("gemma", {"use_bidirectional_attention": True}),
+    ("gemma2", {"sliding_window": None}),
+    ("gemma2", {"query_pre_attn_scalar": 5.5, "final_logit_softcapping": 0}),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gemma4_text", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}),
+    ("gemma4_text", {"enable_moe_block": True, "use_bidirectional_attention": "all"}),
+    ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 12}}}),
+    ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 4}, "3": {}}}),
+    ("olmo3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}),
+    ("olmo3", {"layer_types": None, "num_hidden_layers": None}),
+    ("phi3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}),
+    ("smollm3", {"no_rope_layers": [1, 1], "layer_types": None}),
+    ("smollm3", {"use_sliding_window": False}),
+    ("exaone4", {"sliding_window": None}),
+    ("cohere2", {"logit_scale": 0, "head_dim": 8}),
+    ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     ("gptneo", {"attention_types": [[["linear"], 4]]}),
     ("gptneo", {"attention_layers": ["local"] * 4}),
     ("llama", {"model_type": "opt"}),
@@ -57,6 +76,9 @@ def name_of(row):
 def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, told):
     if model_type == "gptneo":
         config, tensors = hugging_face("gptneo").config_json, hugging_face("gptneo").parameters
+    elif model_type in CASES and model_type not in DESCENDANTS:
+        golden = of_family_vectors(model_type)
+        config, tensors = golden.config_json, golden.parameters
     else:
         config, tensors = of_family(model_type)
     with pytest.raises(UserError) as caught:

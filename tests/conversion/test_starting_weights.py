@@ -80,9 +80,9 @@ def test_a_window_is_measured_against_the_run(tmp_path):
     folder = write(tmp_path / "hf", config_json | {"sliding_window": 16}, tensors)
     weights = HFWeights(folder, {"max_target_length": 16})
     _, lines = start(tmp_path / "a", f"hf:{folder}", config_of(weights))
-    assert "attention_types" not in "\n".join(lines)
+    assert "mixer" not in "\n".join(lines)
     _, lines = start(tmp_path / "b", f"hf:{folder}", config_of(weights, max_target_length=32))
-    assert "attention_types: [[[local], 2]] -> []" in "\n".join(lines)
+    assert "mixer: local_attention -> attention" in "\n".join(lines)
 
 
 def test_programs_find_the_model_in_a_folder(tmp_path):

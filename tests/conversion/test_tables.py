@@ -200,19 +200,22 @@ def test_layers_of_gpt_neo():
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral"])
 def test_a_window_of_all_layers(model_type):
     family = FAMILIES[model_type]
-    local = ((("local",), 2),)
-    for window, types, size in ((None, (), 256), (5, local, 5), (32, (), 256)):
+    for window, mixer in ((None, "attention"), (5, "local_attention"), (32, "attention")):
         config = random(model_type)[0] | {"sliding_window": window}
         converted = load_config(**config_from_hf(family, config, "here", {}))
-        attention = converted.model.attention
-        assert (attention.attention_types, attention.sliding_window_size) == (types, size)
-        wanted = window if types else None  # no text reaches beyond it
+        assert set(converted.model.mixers) == {mixer}
+        wanted = window if mixer == "local_attention" else None  # no text reaches beyond it
         assert to_config_json(family, converted)["sliding_window"] == wanted
         assert find_family(converted, model_type) is family
-    keys = config_from_hf(family, config, "here", {})
+    # The same layers in other words.
+    keys = config_from_hf(family, config, "here", {}) | {"sliding_window_size": 5}
+    keys["attention_types"] = [[["local"], 2]]
+    local = load_config(**keys)
+    assert find_family(local, model_type) is family
+    assert to_config_json(family, local)["sliding_window"] == 5
     keys["attention_types"] = [[["local", "global"], 1]]
     mixed = load_config(**keys)
-    with pytest.raises(UserError, match=r"attention_types=\["):
+    with pytest.raises(UserError, match="some layers have a window and others have none"):
         find_family(mixed, model_type)
 
 
@@ -273,10 +276,10 @@ def test_words_for_the_same_experts():
 
 def test_a_model_that_no_family_has():
     with pytest.raises(UserError) as caught:
-        find_family(load_config(position_embedding="none", vocab_size=64), "")
+        find_family(load_config(position_embedding="alibi", vocab_size=64), "")
     first, difference = str(caught.value).splitlines()
     assert "nearest is llama," in first
-    assert difference == "  position_embedding=none, not rotary"
+    assert difference == "  position_embedding=alibi, not rotary"
 
 
 TOKENFORMER = {

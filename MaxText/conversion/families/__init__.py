@@ -1,15 +1,65 @@
 """Supported families."""
 
 from MaxText.conversion.families.fattorib import FATTORIB
+from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
-from MaxText.conversion.families.llama import GEMMA, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3
+from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
+from MaxText.conversion.families.llama import LLAMA
+from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
+from MaxText.conversion.families.olmo import OLMO2, OLMO3
+from MaxText.conversion.families.qwen import QWEN2, QWEN3
+from MaxText.conversion.families.relatives import (
+    APERTUS,
+    ARCEE,
+    ERNIE4_5,
+    EXAONE4,
+    GLM4,
+    GRANITE,
+    HUNYUAN_V1_DENSE,
+    NANOCHAT,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
-_IN_TRANSFORMERS = (GPT2, GPT_NEO, GPT_NEOX, LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, GEMMA)
+# An export without `family=` tries them in this order: of those that hold a model, the one that
+# holds least comes first.
+_IN_TRANSFORMERS = (
+    GPT2,
+    GPT_NEO,
+    GPT_NEOX,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    MISTRAL,
+    MIXTRAL,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    SEED_OSS,
+    GRANITE,
+    MINISTRAL3,
+    PHI3,
+    GLM4,
+    ARCEE,
+    ERNIE4_5,
+    EXAONE4,
+    APERTUS,
+    HUNYUAN_V1_DENSE,
+    NANOCHAT,
+    STARCODER2,
+    STABLELM,
+    NEMOTRON,
+    COHERE2,
+)
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
-# An export without `family=` tries them in this order.
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*_IN_TRANSFORMERS, *_OTHERS)
 }

@@ -157,7 +157,7 @@ GPT_NEOX = hf.Family(
         hf.mapped("use_parallel_residual", "block_arrangement", default=True, values=hf.PARALLEL),
         hf.mapped("attention_bias", "qkv_bias proj_bias", default=True, values=hf.BOOLEANS),
         hf.mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=hf.BOOLEANS),
-        *rotary.settings(has_fraction=True),
+        *rotary.settings(fraction_types=rotary.ALL_TYPES),
     ),
     rows=(
         hf.row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),

@@ -1,94 +1,98 @@
-"""Sliding windows of config.json: `sliding_window`, of all layers or of those that `layer_types` has.
+"""Sliding windows of config.json: `sliding_window`, of all layers or of some.
 
 A window counts the query's own token, there and here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.layer_table import LOCAL
+from MaxText.conversion.layer_table import (
+    GLOBAL,
+    GLOBAL_KIND,
+    LOCAL,
+    LOCAL_KIND,
+    Layers,
+    LayerTable,
+    LayerTableError,
+    read_layer_types,
+    write_layer_types,
+)
 
 NAME = "sliding_window"
-_HINT = "It is a number of tokens, or null."
+_USED = "use_sliding_window"
 
 
-def _is_window(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def of_local_layers(
-    default: int | None, kinds: tuple[str, ...] = (LOCAL,), name: str = NAME
-) -> hf.ConfigMapping:
-    """Returns the setting of the window of local layers.
+def of_local_layers(default: int | None, kinds: tuple[str, ...] = (LOCAL,)) -> hf.ConfigMapping:
+    """Returns the setting of the window of layers that have one.
 
     Args:
       default: In transformers, if config.json omits the key.
-      kinds: Of the layers with a window.
-      name: The key.
+      kinds: Of these layers.
     """
+
+    def read(value: Any, config: Mapping[str, Any]) -> Any:
+        return value if type(value) is int and value >= 1 else hf.REQUIRED
+
     return hf.ConfigMapping(
-        (name,),
+        (NAME,),
         ("sliding_window_size",),
         default,
         null=None,
         kinds=kinds,
         hint="It is a number of tokens.",
-        read=lambda value, config: value if _is_window(value) else hf.REQUIRED,
+        read=read,
         write=lambda values: values["sliding_window_size"],
     )
 
 
-def _read_of_all(value: Any, config: Mapping[str, Any]) -> Any:
-    """Returns attention types: all global if no text exceeds the window."""
-    if value is None:
-        return ()
-    if not _is_window(value):
-        return hf.REQUIRED
-    length = config.get(hf.REQUESTED_LENGTH, config["max_position_embeddings"])
-    # An invalid length is reported elsewhere.
-    if isinstance(length, int | float) and value >= length:
-        return ()
-    return ((("local",), config.get("num_hidden_layers")),)
+def of_all_layers(default: int | None) -> LayerTable:
+    """Returns the table of families in which all layers have a window, or none does.
 
-
-def _unused(config: Mapping[str, Any]) -> Any:
-    """Returns the window if no layer is local; unused windows are refused."""
-    return hf.REQUIRED if _read_of_all(config[NAME], config) else config[NAME]
-
-
-def _write_of_all(values: Mapping[str, Any]) -> Any:
-    """Returns the window if all layers are local, None if all are global."""
-    types = values["attention_types"]
-    if not types:
-        return None
-    is_local = all(set(pattern) == {"local"} for pattern, _ in types)
-    return values["sliding_window_size"] if is_local else hf.REQUIRED
-
-
-def of_all_layers(default: int | None) -> tuple[hf.ConfigMapping, ...]:
-    """Returns the settings of a window that all layers have.
+    A window that no sequence exceeds is none.
 
     Args:
-      default: In transformers, if config.json omits the key.
+      default: The window of a config.json without the key.
     """
-    return (
-        hf.ConfigMapping(
-            (NAME,),
-            ("attention_types",),
-            default,
-            null=None,
-            hint=_HINT,
-            read=_read_of_all,
-            write=_write_of_all,
-        ),
-        hf.ConfigMapping(
-            (NAME,),
-            ("sliding_window_size",),
-            default,
-            null=None,
-            is_written=False,
-            implied=_unused,
-            read=lambda value, config: value,
-        ),
-    )
+
+    def read(layers: Layers) -> Sequence[str]:
+        config = layers.config
+        window = config.get(NAME, default)
+        length = config.get(hf.REQUESTED_LENGTH, config.get("max_position_embeddings"))
+        is_number = isinstance(window, int) and isinstance(length, int | float)
+        has_window = window is not None and not (is_number and window >= length)
+        return [LOCAL if has_window else GLOBAL] * layers.count
+
+    def write(names: Sequence[str]) -> dict[str, Any]:
+        if len(set(names)) > 1:
+            raise LayerTableError("some layers have a window and others have none")
+        return {} if LOCAL in names else {NAME: None}
+
+    return LayerTable((LOCAL_KIND, GLOBAL_KIND), read, write)
+
+
+def _read_later(layers: Layers) -> list[str]:
+    config = layers.config
+    has_window = bool(config.get(_USED, False)) and config.get(NAME, 4096) is not None
+    first = config.get("max_window_layers", 28) if has_window else layers.count
+    types = (LOCAL if index >= first else GLOBAL for index in range(layers.count))
+    names = read_layer_types(layers, types)
+    check_window(layers, names, has_window=has_window)
+    return names
+
+
+def check_window(layers: Layers, names: Sequence[str], *, has_window: bool) -> None:
+    """Raises LayerTableError for layers with a window that config.json turns off."""
+    if LOCAL in names and not has_window:
+        used = layers.config.get(_USED, False)
+        raise LayerTableError(
+            f"layer_types has {LOCAL}, but {_USED}={used} and {NAME}={layers.config.get(NAME)}"
+        )
+
+
+def _write_later(names: Sequence[str]) -> dict[str, Any]:
+    return {**write_layer_types(names), _USED: LOCAL in names}
+
+
+# The table of Qwen: with `use_sliding_window` the layers from `max_window_layers` on have a window.
+OF_LATER_LAYERS = LayerTable((LOCAL_KIND, GLOBAL_KIND), _read_later, _write_later)

@@ -1,15 +1,13 @@
 """A user's data source: constructed, its results checked, its errors named."""
 
 import itertools
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from MaxText.config import import_modules, registry
-from MaxText.errors import UserError, first_line
+from MaxText.errors import UserError, first_line, raising_line
 from MaxText.input_pipeline.data_source import (
     DataSource,
     Document,
@@ -141,7 +139,9 @@ class SourceReader:
         try:
             return function()
         except Exception as error:  # a user's class can raise anything
-            problem = f"raised {type(error).__name__}: {first_line(error)} ({_line_of(error)})"
+            file, _, _ = registry.registration(KIND, self.name).location.rpartition(":")
+            line = raising_line(error, file)
+            problem = f"raised {type(error).__name__}: {first_line(error)} ({line})"
             error_type = FileReadError if isinstance(error, OSError) else UserError
             raise self._error(call, problem, error_type) from error
 
@@ -211,11 +211,3 @@ def _construct(
             "processes import. Name its file there, or leave grain_worker_count=0."
         ) from None
     return SourceReader(name, values, context, modules)
-
-
-def _line_of(error: BaseException) -> str:
-    """Returns "file:line" of the last frame of an error outside of this package."""
-    package = str(Path(__file__).resolve().parents[2])
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames) if not f.filename.startswith(package)), frames[-1])
-    return f"{Path(frame.filename).name}:{frame.lineno}"

@@ -8,13 +8,15 @@ files hold. Weights are not stored: `weights` draws them again, from NumPy's Ran
 numbers never change.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -73,8 +75,12 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "seed_oss": {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
-    "stablelm": {"use_qkv_bias": True},
-    "stablelm-parallel": {"use_parallel_residual": True, "num_hidden_layers": 2},
+    "stablelm": {"use_qkv_bias": True, "hidden_size": 32, "qk_layernorm": True},
+    "stablelm-parallel": {
+        "use_parallel_residual": True,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+    },
     "starcoder2": {"sliding_window": 5},
     "nemotron": {"attention_bias": True, "mlp_bias": True, "head_dim": 8},
     "smollm3": {
@@ -219,7 +225,7 @@ def weights(shapes: Mapping[str, Sequence[int]], centers: Mapping[str, float]) -
     for name, shape in shapes.items():
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
         is_table = "embed" in name
-        scale = 1.0 if is_table else 0.4 if len(shape) < 2 else 1.5 / shape[-1] ** 0.5
+        scale = 0.5 if is_table else 0.4 if len(shape) < 2 else shape[-1] ** -0.5
         drawn[name] = (centers.get(name, 0.0) + scale * noise).astype(np.float32)
     return drawn
 
@@ -249,10 +255,11 @@ def _make(case: str) -> None:
         for name, array in drawn.items():
             state[name].copy_(torch.from_numpy(array))
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (BATCH, LENGTH))
-    output = model(torch.from_numpy(tokens), labels=torch.from_numpy(tokens))
-    output.loss.backward()
+    with _float64_throughout():
+        output = model.double()(torch.from_numpy(tokens), labels=torch.from_numpy(tokens))
+        output.loss.backward()
     gradients = {
-        f"grad/{name}": parameter.grad.numpy()
+        f"grad/{name}": parameter.grad.float().numpy()
         for name, parameter in model.named_parameters()
         if name in stored
     }
@@ -269,11 +276,36 @@ def _make(case: str) -> None:
     np.savez_compressed(
         FOLDER / f"{case}.npz",
         input_ids=tokens.astype(np.int32),
-        logits=output.logits.detach().numpy(),
+        logits=output.logits.detach().float().numpy(),
         loss=output.loss.detach().numpy(),
         **gradients,
     )
     print(f"{case}: loss {output.loss.item():.4f}")
+
+
+@contextlib.contextmanager
+def _float64_throughout() -> Iterator[None]:
+    """Makes transformers compute in float64 where it asks for float32: norms, softmax, rotary."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    convert = torch.Tensor.to
+    softmax = torch.nn.functional.softmax
+
+    def to(tensor, *arguments, **keywords):
+        arguments = [torch.float64 if x is torch.float32 else x for x in arguments]
+        if keywords.get("dtype") is torch.float32:
+            keywords["dtype"] = torch.float64
+        return convert(tensor, *arguments, **keywords)
+
+    def exact_softmax(scores, dim, dtype=None):
+        return softmax(scores, dim=dim, dtype=torch.float64)
+
+    with (
+        mock.patch.object(torch.Tensor, "to", to),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch.nn.functional, "softmax", exact_softmax),
+    ):
+        yield
 
 
 def _is_fixed(name: str) -> bool:

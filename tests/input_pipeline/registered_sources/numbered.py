@@ -1,4 +1,4 @@
-"""Sources of every form, of the same documents, and what they hold; imported by a run.
+"""Sources of every form, of the same documents; imported by a run.
 
 FAULT in the environment makes them fail.
 """
@@ -15,8 +15,12 @@ from MaxText.input_pipeline.data_source import (
     StreamSource,
     register,
 )
+from tests.input_pipeline.registered_sources.known_documents import (
+    NUM_DOCUMENTS,
+    document_of,
+    mask_of,
+)
 
-NUM_DOCUMENTS = 60
 FAULT = os.environ.get("FAULT", "")
 
 
@@ -24,16 +28,6 @@ class Keys(Section):
     """Numbered documents."""
 
     numbered_longest: int = key(40, "Tokens of a document, at most.", ge=2)
-
-
-def document_of(index: int, longest: int = 40) -> np.ndarray:
-    """Document `index`: 1..longest random ids, ended by 0."""
-    rng = np.random.default_rng([7, index])
-    return np.append(rng.integers(1, 50_000, rng.integers(0, longest)), 0)
-
-
-def mask_of(index: int, longest: int = 40) -> np.ndarray:
-    return np.arange(len(document_of(index, longest))) % 3 != 1
 
 
 @register("data_source", "numbered", keys=Keys)

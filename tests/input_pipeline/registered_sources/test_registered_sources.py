@@ -20,7 +20,11 @@ from MaxText.input_pipeline.registered_sources.opening_sources import make_reade
 from MaxText.input_pipeline.registered_sources.source_reader import SourceReader
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.batch_source import BatchShard
-from tests.input_pipeline.registered_sources import numbered
+from tests.input_pipeline.registered_sources.known_documents import (
+    NUM_DOCUMENTS,
+    document_of,
+    mask_of,
+)
 from tests.input_pipeline.small_data import (
     LENGTH,
     assert_same,
@@ -36,7 +40,7 @@ from tests.input_pipeline.small_data import (
 MODULE = "tests/input_pipeline/registered_sources/numbered.py"
 FORMS = ["numbered", "masked", "numbered_records", "stateless", "stateful"]
 STREAMS = ["stateless", "stateful"]
-DOCUMENTS = [numbered.document_of(index) for index in range(numbered.NUM_DOCUMENTS)]
+DOCUMENTS = [document_of(index) for index in range(NUM_DOCUMENTS)]
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +113,7 @@ def test_a_loss_mask_goes_with_its_tokens(keys):
     masks = {}
     for index, document in enumerate(DOCUMENTS):
         for place, token in enumerate(document.tolist()[1:], 1):
-            masks[document[place - 1], token] = numbered.mask_of(index)[place]
+            masks[document[place - 1], token] = mask_of(index)[place]
     num_masked = 0
     plain = take(batches_of("numbered", **keys), 6)
     for batch, reference in zip(take(batches_of("masked", **keys), 6), plain, strict=True):
@@ -258,8 +262,8 @@ def test_an_iterator_of_grain_is_a_stream():
     @register("data_source", "of_grain")
     class OfGrain(StreamSource):
         def __iter__(self):
-            dataset = grain.MapDataset.range(numbered.NUM_DOCUMENTS).shuffle(seed=1)
-            return iter(dataset.map(numbered.document_of).to_iter_dataset())
+            dataset = grain.MapDataset.range(NUM_DOCUMENTS).shuffle(seed=1)
+            return iter(dataset.map(document_of).to_iter_dataset())
 
     expected = take(batches_of("of_grain"), 12)
     interrupted = batches_of("of_grain")
