@@ -47,7 +47,7 @@ class ObjectiveSums(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FrozenModel:
+class PretrainedModel:
     """A trained model that an objective reads and that is never trained, such as a teacher.
 
     `MaxText.inference.frozen_model.open_frozen_model` opens one from a checkpoint. Its parameters
@@ -192,7 +192,7 @@ class Objective(Part):
         return {}
 
     @classmethod
-    def frozen_models(cls, config: Any) -> dict[str, FrozenModel]:
+    def frozen_models(cls, config: Any) -> dict[str, PretrainedModel]:
         """Returns the models that it reads and does not train, by name.
 
         Args:
@@ -214,7 +214,7 @@ def objective_config(config: ModelConfig) -> Any:
     return objective.config_of(LayerConfig(config, config.shape.dimensions))
 
 
-def frozen_models(config: ModelConfig) -> dict[str, FrozenModel]:
+def frozen_models(config: ModelConfig) -> dict[str, PretrainedModel]:
     """Returns the frozen models of a model's objective, by name."""
     objective = objective_class(config)
     return {} if objective is None else objective.frozen_models(objective_config(config))
