@@ -262,7 +262,9 @@ def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[s
         name: value for name, value in config.items() if value is not None or name in with_null
     }
     if family.rotary is not None:
-        plain |= rotary_config.flattened(config, family.rotary, source)
+        length = next(setting for setting in settings if setting.name == rotary_config.LENGTH)
+        with_length = {rotary_config.LENGTH: length.default, **config}
+        plain |= rotary_config.flattened(with_length, family.rotary, source)
     return plain
 
 
