@@ -4,8 +4,9 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -22,13 +23,17 @@ from MaxText.config.program_options import NoOptions, read_options
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 
+if TYPE_CHECKING:
+    from MaxText.conformance.checks import Check
+
 USAGE = """
 usage: check_part.py MODULE[:CLASS] [key=value ...]
 
 Builds a small model with a part, on the CPU, and checks what every part must do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
-updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
+updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
+that they repeat, its lengths, resuming (docs/how-to/add_a_data_source.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -94,7 +99,9 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, Problem, find_problem
+    if part.kind == "data_source":
+        return _check_source(part, keys)
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
     part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
@@ -107,12 +114,32 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     part_under_test = Subject(make_config, decodes=decodes)
-    is_optimizer = part.kind == "optimizer"
-    checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
+    checks = OPTIMIZER_CHECKS if part.kind == "optimizer" else CHECKS
+    return _run_checks(part, checks, part_under_test, decodes=decodes)
+
+
+def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
+    """Prints the result of each check of a data source; returns whether one failed."""
+    from MaxText.conformance.checks import SOURCE_CHECKS
+    from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        source_keys: dict[str, Any] = SOURCE_KEYS | {"dataset_type": part.name} | keys
+        config = load_config(**source_keys)
+    print(f"{part.kind} {part.name} ({part.location})")
+    return _run_checks(part, SOURCE_CHECKS, SourceSubject(config))
+
+
+def _run_checks(
+    part: registry.Registration, checks: Sequence["Check"], subject: Any, *, decodes: bool = True
+) -> bool:
+    """Prints the result of each check of a part; returns whether one failed."""
+    from MaxText.conformance.checks import Problem, find_problem
+
     file, _, _ = part.location.rpartition(":")
     first_check: dict[Problem, str] = {}  # that has found a problem
     for check in checks:
-        problem = find_problem(check, part_under_test, file)
+        problem = find_problem(check, subject, file)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
         elif problem is None:

@@ -9,6 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.config.schema import Config
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
+from MaxText.input_pipeline.data_sources import prepared_has_documents
+from MaxText.input_pipeline.registered_sources.opening_sources import is_registered_type
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.plan_batches import plan_batches
 from MaxText.layers.assembly.model import Model
@@ -59,6 +61,8 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     stage = plan.stages[-1]
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
+    if is_registered_type(data.dataset_type):
+        with_documents = prepared_has_documents(config)
     shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     batch = sharding.abstract_batch(shapes)
     lowered = sharding.lower_step(

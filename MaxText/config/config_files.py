@@ -7,7 +7,9 @@ are checked later, when all layers of settings are there (merging.py).
 import dataclasses
 import enum
 import os
+import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,9 @@ DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 
 _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 _MAX_KEYS = 5_000  # MaxText's base.yml has 800
+
+# Of a preset's name: letters, and the number of a version.
+_FAMILY = re.compile(r"[A-Za-z_]+(-(?:neo|like)\b)?([\d.]+(?=-))?")
 
 # Folders that may stand in a path up to its first "configs/" for it to mean the shipped configs.
 _BEFORE_CONFIGS = {"..", "MaxText", "maxtext", "src", "configs"}
@@ -125,6 +130,18 @@ def shipped_names(folder: Path = SHIPPED) -> list[str]:
 def preset_names(folder: Path) -> list[str]:
     """Returns the presets in a folder: its YAML files without suffix."""
     return sorted(path.stem for path in folder.glob("*.yml"))
+
+
+def by_family(names: Sequence[str]) -> list[str]:
+    """Returns lines "family: name, name", of names that begin alike.
+
+    The family of gemma3-4b is gemma3, and of muddformer-1.4b muddformer.
+    """
+    families: dict[str, list[str]] = {}
+    for name in names:
+        match = _FAMILY.match(name)
+        families.setdefault(match[0].lower() if match else name, []).append(name)
+    return [f"{family}: {', '.join(members)}" for family, members in sorted(families.items())]
 
 
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:

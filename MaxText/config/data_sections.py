@@ -1,7 +1,7 @@
 """Keys of datasets, masking and data preparation."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from MaxText.config.keys import (
     Count,
@@ -10,10 +10,13 @@ from MaxText.config.keys import (
     NamedSection,
     Natural,
     NonNegative,
+    OtherThan,
     Section,
     Share,
     key,
 )
+from MaxText.config.part_sections import DataSourceParts
+from MaxText.config.registry import Name
 
 FileType = Literal[
     "auto",
@@ -27,7 +30,8 @@ FileType = Literal[
     "text",
 ]
 PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
-_STORED = {"dataset_type": "grain"}
+_FILES = {"dataset_type": "grain"}
+_DATA = {"dataset_type": OtherThan(("synthetic",))}
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
 _MASKED = {"mlm_training": True}
@@ -79,25 +83,29 @@ class DataRetryConfig(NamedSection):
 class DataConfig(Section):
     """Datasets, and how tokens become training sequences."""
 
-    ONLY_IF = _STORED
+    ONLY_IF = _DATA
 
-    dataset_type: Literal["grain", "synthetic"] = key("grain")
-    """grain: data at dataset_path. synthetic: random tokens."""
-    dataset_path: str = key("")
+    dataset_type: Annotated[str, Name("data_source", "grain", "synthetic")] = key("grain")
+    """grain: data at dataset_path. synthetic: random tokens. Or the name of a registered data
+    source."""
+    dataset_path: str = key("", only_if=_FILES)
     """Data to read: a folder that prepare_data.py wrote, or token records (tfrecord, Megatron .bin
     and .idx, webdataset .tar, parquet, arrow). Records: folder, file, pattern with * or {000..127},
     or @FILE with one name per line. Local or a URL such as gs://."""
-    grain_train_files: str = key("")
+    grain_train_files: str = key("", only_if=_FILES)
     """Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. Text
     records are tokenized with tokenizer_path."""
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
-    grain_file_type: FileType = key("auto", only_if=_STORED)
+    grain_file_type: FileType = key("auto")
     """Format of the files; auto detects it from their names."""
-    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
+    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
+        (), only_if=_FILES
+    )
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
-    weight], where sampling is chunks, documents_random or documents_fixed."""
-    mixture_temperature: NonNegative = key(0.0)
+    weight], where sampling is chunks, documents_random or documents_fixed. source:NAME is a
+    registered data source."""
+    mixture_temperature: NonNegative = key(0.0, only_if=_FILES)
     """Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is
     proportional to size, larger is more even. 0 uses the weights unchanged."""
     data_cache_dir: str = key("~/maxtext_data_cache")
@@ -113,7 +121,7 @@ class DataConfig(Section):
     """Visit sequences in a random order, a new one each epoch."""
     data_shuffle_seed: Natural = key(0, only_if={})
     """Seed of the shuffle order (and of synthetic tokens)."""
-    iter_file_nums: Natural = key(0)
+    iter_file_nums: Natural = key(0, only_if=_FILES)
     """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
     megatron: MegatronConfig = MegatronConfig()
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
@@ -135,8 +143,9 @@ class DataConfig(Section):
     """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
     later samples move up."""
     grain_worker_count: Natural = key(0)
-    """Reader processes; 0 reads in a thread of the main process."""
+    """Reader processes; 0 reads in a thread of the main process, as streams always are."""
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
+    parts: DataSourceParts = DataSourceParts()
 
     @property
     def cache_url(self) -> str:

@@ -195,6 +195,13 @@ def imported(names: Sequence[str]) -> dict[str, str]:
     return {name: _hashes[_names[name]] for name in names if name in _names}
 
 
+def import_again(names: Sequence[str]) -> None:
+    """Imports modules in a reader process, under the names of the run's `import_modules`."""
+    for name in names:
+        if name not in _names:
+            _load(name)
+
+
 def changes(metadata: Mapping[str, Any], owner: str = "the checkpoint") -> list[str]:
     """Returns a warning for each module that has changed since its hash was recorded.
 

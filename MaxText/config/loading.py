@@ -115,13 +115,18 @@ def review_file(path: str, arguments: Sequence[str], program: str) -> FileReview
     of_program, _ = _problems_and_notices(collected, program)
     missing = [problem for problem in of_program if problem not in problems]
     notices += unused
+    if collected.absent_family is not None:
+        return FileReview([], [], [], [], problems, [])
     refused_places = set(itertools.chain.from_iterable(issue.location for issue in problems))
     reviewed_sources = (Source.CONFIG_FILE, Source.BASE_CONFIG, Source.SAVED_CONFIG, *SET_BY_USER)
     accepted = []
     for setting in collected.settings:
         has_effect = not any(line.endswith(f"({setting.place})") for line in unused)
         is_reviewed = setting.origin.source in reviewed_sources
-        if is_reviewed and has_effect and setting.place not in refused_places:
+        # Whether keys of the model go together is unknown without its preset or bundle.
+        is_checked = not collected.is_incomplete or not _is_of_model(setting)
+        is_refused = setting.place in refused_places or not is_checked
+        if is_reviewed and has_effect and not is_refused:
             accepted.append(setting)
     defaults = collected.maxtext_defaults
     return FileReview(
@@ -132,6 +137,12 @@ def review_file(path: str, arguments: Sequence[str], program: str) -> FileReview
         problems=problems,
         missing=missing,
     )
+
+
+def _is_of_model(setting: Setting) -> bool:
+    """Returns whether a setting is of the model, as opposed to its training."""
+    key = all_keys().get(setting.name)
+    return key is not None and key.section[0] == "model"
 
 
 def _problems_and_notices(
@@ -164,6 +175,8 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     Raises:
       ConfigurationError: with everything that is wrong.
     """
+    if collected.absent_family is not None:
+        raise ConfigurationError([collected.absent_family])
     sources.print_notices(collected.notices)
     problems = list(collected.problems)
     problems += [

@@ -87,8 +87,8 @@ TRANSLATIONS = {
     (key, value): KeyMapping(*target) if len(target) == 2 else KeyMapping("", why=target[0])
     for key, value, *target in _TABLES["translations"]
 }
-_NEAREST_BLOCKS: list[tuple[str, str]] = _TABLES["nearest_blocks"]
-_NEAREST_MODELS: list[tuple[str, str]] = _TABLES["nearest_models"]
+_ABSENT_BLOCKS: list[tuple[str, str, str]] = _TABLES["absent_blocks"]
+_MODEL_BLOCKS: list[tuple[str, str]] = _TABLES["model_blocks"]
 # Key of another program -> (whose it is, key here). Values mean something else there (a global
 # batch, a computed width), so these are not aliases; docs/reference/migration.md has more.
 REFERENCE_KEYS = {
@@ -188,18 +188,22 @@ def is_maxtext_base(names: Collection[str]) -> bool:
     return len(absent) >= _MIN_ABSENT_KEYS
 
 
-def nearest_keys(name: str, value: str) -> str:
-    """Returns the keys that come closest to a decoder_block or model_name of MaxText.
+def absent_family(name: str, value: str) -> str:
+    """Returns why a decoder_block or model_name of MaxText is not here; "" if nothing is known.
 
-    Empty if nothing is known of it.
+    For example "DeepSeek and Kimi: multi-head latent attention".
     """
-    if name == "model_name":
-        blocks = (block for pattern, block in _NEAREST_MODELS if fnmatch.fnmatch(value, pattern))
-        block = next(blocks, "")
-        keys = nearest_keys("decoder_block", block) or (block and f"decoder_block={block}")
-        return f"MaxText's models/{value}.yml as config file, with {keys}" if keys else ""
-    matches = (keys for pattern, keys in _NEAREST_BLOCKS if fnmatch.fnmatch(value, pattern))
-    return next(matches, "")
+    block = block_of_model(value) if name == "model_name" else value
+    for pattern, family, why in _ABSENT_BLOCKS:
+        if fnmatch.fnmatch(block, pattern):
+            return f"{family}: {why}"
+    return ""
+
+
+def block_of_model(model_name: str) -> str:
+    """Returns the decoder_block of a model of MaxText; "" if its name tells none."""
+    blocks = (block for pattern, block in _MODEL_BLOCKS if fnmatch.fnmatch(model_name, pattern))
+    return next(blocks, "")
 
 
 def other_meaning(name: str) -> str:

@@ -475,7 +475,8 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
 
 @rule("position_embedding", "attention_types", finds_unused=True)
 def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
-    mixers = set(config.model.mixers) - {"none"}
+    # Linear attention cannot have it at all: _linear_attention_has_no_scores.
+    mixers = set(config.model.mixers) - {"none", "linear_attention"}
     is_alibi = config.model.position.position_embedding == "alibi"
     if not mixers or not is_alibi or not all(map(_replaces_softmax, mixers)):
         return None
@@ -486,7 +487,7 @@ def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("dropout_rates", "dropout_rate", "attention_types", finds_unused=True)
+@rule("dropout_rates.attention", "dropout_rate", "attention_types", finds_unused=True)
 def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     mixers = set(config.model.mixers) - {"none"}
     rate = config.model.dropout.dropout_rates.attention
@@ -495,7 +496,7 @@ def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | Non
     return ConfigIssue(
         message=f"dropout_rates.attention={rate:g} drops probabilities of a softmax, which mixer="
         f"{', '.join(sorted(mixers))} does not compute",
-        keys=("dropout_rates",),
+        keys=("dropout_rates.attention",),
     )
 
 

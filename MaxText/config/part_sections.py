@@ -2,7 +2,7 @@
 
 The registry knows which parts have keys. `Parts` is the node of the configuration's tree below
 which each of them has its section, under the name "kind.part": `model.parts` has the parts of
-layers, and objectives and optimizers have theirs in the sections that choose them.
+layers; objectives, optimizers and data sources have theirs in the sections that choose them.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Parts(Section):
     """
 
     kinds: ClassVar[tuple[str, ...]] = tuple(
-        kind for kind in KINDS if kind not in ("objective", "optimizer")
+        kind for kind in KINDS if kind not in ("objective", "optimizer", "data_source")
     )
     sections: tuple[Any, ...] = ()
 
@@ -93,3 +93,9 @@ class OptimizerParts(Parts):
     """Keys of registered optimizers."""
 
     kinds: ClassVar[tuple[str, ...]] = ("optimizer",)
+
+
+class DataSourceParts(Parts):
+    """Keys of registered data sources."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("data_source",)

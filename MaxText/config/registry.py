@@ -33,6 +33,7 @@ KINDS = {
     "head": "head_type",
     "objective": "loss_type",
     "optimizer": "opt_type",
+    "data_source": "dataset_type",
 }
 BUILT_IN = Path(__file__).parents[1] / "layers" / "built_in.yml"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -208,7 +208,7 @@ def _ring_computes_the_weights(config: Config) -> ConfigIssue | None:
 def _tokenizer_fits_the_model(config: Config) -> ConfigIssue | None:
     preparation = config.preparation
     vocab_size = config.model.shape.vocab_size
-    reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
+    reads_text = config.data.dataset_type == "grain" and preparation.prepare_source
     trains_tokenizer = reads_text and not preparation.tokenizer_path
     if not trains_tokenizer or preparation.tokenizer_vocab_size <= vocab_size:
         return None
@@ -401,7 +401,8 @@ def _something_is_scored(config: Config) -> ConfigIssue | None:
             message="dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)",
             keys=("dataset_type", "eval_steps"),
         )
-    if data.grain_eval_files or data.dataset_path or data.data_mixture_weights:
+    is_named = data.grain_eval_files or data.dataset_path or data.data_mixture_weights
+    if data.dataset_type != "grain" or is_named:
         return None
     return ConfigIssue(
         message="no data or tasks to evaluate on are set",

@@ -15,17 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config import axis_rules, config_files, values
+from MaxText.config import axis_rules, config_files, maxtext_blocks, values
 from MaxText.config.config_files import Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import (
     ALIASES,
     SANDWICH_KEYS,
     UNSUPPORTED,
+    absent_family,
+    block_of_model,
     find_mapping,
     find_unsupported,
     is_maxtext_base,
     is_maxtext_default,
-    nearest_keys,
 )
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.schema import (
@@ -81,6 +82,8 @@ class CollectedSettings:
       imported: {module: SHA-256 of its source} in a saved configuration.
       maxtext_defaults: Values of keys here that a copy of MaxText's base.yml has left as they are.
       absent_defaults: The same of keys that are not here.
+      absent_family: The problem of a model of MaxText whose family is not here. It is reported
+        alone: most other problems are of keys that only this family has.
     """
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
@@ -92,6 +95,7 @@ class CollectedSettings:
     imported: dict[str, str] = dataclasses.field(default_factory=dict)
     maxtext_defaults: list[Setting] = dataclasses.field(default_factory=list)
     absent_defaults: list[Setting] = dataclasses.field(default_factory=list)
+    absent_family: ConfigIssue | None = None
 
     def last(self, name: str) -> Setting | None:
         """Returns the strongest setting of a key, or None."""
@@ -155,6 +159,12 @@ def collect(
         preset_index = files_of_settings.index(model_name.origin.file)
     result.settings[preset_index:preset_index] = preset
     bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Source.DECODER_BLOCK, result)
+    if (multimodal := result.last("use_multimodal")) is not None:
+        reason = find_unsupported("use_multimodal")
+        assert reason is not None
+        message = f"use_multimodal: models of text and images are not here ({reason.sentence})"
+        result.absent_family = ConfigIssue(message, (multimodal.place,))
+        result.is_incomplete = True
     defaults = result.maxtext_defaults
     if any(setting.name in _NAMES_DATA and setting.value for setting in result.settings):
         # MaxText's default would be synthetic data in place of the data that was named.
@@ -299,6 +309,8 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             if entry.name not in FILE_KEYS
         ]
         is_saved = source is Source.SAVED_CONFIG
+        if layer is Source.CONFIG_FILE and not is_saved:
+            settings = maxtext_blocks.translate(settings, result.notices)
         if not is_saved and is_maxtext_base([setting.name for setting in settings]):
             settings = _without_maxtext_defaults(path, settings, result)
         chain[:0] = distinct(settings, result)
@@ -407,7 +419,12 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     file = folder / f"{chosen}.yml"
     is_path = YAML_PATH.fullmatch(chosen)
     if not is_path and chosen not in config_files.preset_names(folder):
-        result.add_problems([_unknown_name(name, str(chosen), file)], location)
+        if family := absent_family(name, chosen):
+            issue = ConfigIssue(f"{name}: {chosen} is not here ({family})", location)
+            result.absent_family = result.absent_family or issue
+            result.is_incomplete = True
+        else:
+            result.add_problems([_unknown_name(name, str(chosen), file)], location)
         return []
     try:
         if is_path:
@@ -435,14 +452,19 @@ def _unknown_name(name: str, chosen: str, file: Path) -> ConfigIssue:
     same_family = [
         preset for preset in presets if family and family[0] and preset.startswith(family[0])
     ]
-    closest = nearest_keys(name, chosen)
     nearest = close_matches(chosen, presets) or same_family
+    closest = ""
+    if name == "model_name" and (block := block_of_model(chosen)):
+        closest = f"MaxText's models/{chosen}.yml as config file, with decoder_block={block}"
+    known = [] if nearest else [", ".join(presets)]
+    if name == "model_name" and not nearest:
+        known = config_files.by_family(presets)
     return ConfigIssue(
         message=f"{name}: there is no {short_path(file)}",
         context=(
-            ("closest", closest),
             ("nearest", ", ".join(nearest)),
-            ("known", "" if closest or nearest else ", ".join(presets)),
+            ("closest", closest),
+            *(("known", line) for line in known),
             ("default", str(all_keys()[name].default)),
         ),
     )

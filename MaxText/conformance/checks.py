@@ -6,10 +6,9 @@ with full remat, logits of sequences that differ in one token, and logits from t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from MaxText.conformance import model_checks, training_checks
-from MaxText.conformance.subject import Subject
+from MaxText.conformance import model_checks, source_checks, training_checks
 from MaxText.errors import first_line, raising_line
 
 
@@ -17,7 +16,7 @@ class Check(NamedTuple):
     """One property; `problem` describes its violation, or is None."""
 
     name: str
-    problem: Callable[[Subject], str | None]
+    problem: Callable[[Any], str | None]  # of a Subject or a SourceSubject
     remedy: str
 
 
@@ -91,6 +90,27 @@ OPTIMIZER_CHECKS = (
 )
 
 
+# Checks of a data source.
+SOURCE_CHECKS = (
+    Check(
+        "token ids",
+        source_checks.token_ids,
+        "return integers below vocab_size, as an array of one dimension",
+    ),
+    Check(
+        "deterministic",
+        source_checks.is_deterministic,
+        "depend on the index, the keys and context alone: np.random.default_rng([seed, index])",
+    ),
+    Check("lengths", source_checks.lengths, "lengths() counts the tokens of each document"),
+    Check(
+        "resume",
+        source_checks.resume,
+        "the state of an iterator is all that its next documents depend on",
+    ),
+)
+
+
 class Problem(NamedTuple):
     """A violation that a check has found.
 
@@ -103,7 +123,7 @@ class Problem(NamedTuple):
     remedy: str
 
 
-def find_problem(check: Check, subject: Subject, file: str = "") -> Problem | None:
+def find_problem(check: Check, subject: Any, file: str = "") -> Problem | None:
     """Returns the problem of a subject; an exception counts as one.
 
     An exception does not come from what the check is about: most checks run the same program. So
@@ -111,7 +131,7 @@ def find_problem(check: Check, subject: Subject, file: str = "") -> Problem | No
 
     Args:
       check: The check to run.
-      subject: The model with the part.
+      subject: The model with the part (`Subject`), or a data source (`SourceSubject`).
       file: Path of the source file of the part.
     """
     try:

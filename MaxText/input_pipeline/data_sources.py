@@ -1,6 +1,6 @@
 """Opens the datasets of a run, slices them into sequences, and orders these.
 
-A source is one dataset of a run: what the configuration says of it (`DataSource`), or opened
+A source is one dataset of a run: what the configuration says of it (`DatasetEntry`), or opened
 (`OpenDataSource`).
 """
 
@@ -17,6 +17,14 @@ from MaxText.config.data_sections import SAMPLINGS, DataConfig, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prefetch import Retries
+from MaxText.input_pipeline.registered_sources.opening_sources import (
+    PREFIX,
+    is_registered_type,
+    is_single_document,
+    open_registered,
+    slicer_of,
+)
+from MaxText.input_pipeline.registered_sources.source_sequences import StreamSequences
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSequences, document_range
 from MaxText.input_pipeline.sequences.order import (
     Concatenation,
@@ -49,7 +57,7 @@ _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d+(\.\d*)?([eE][+-]?\d
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSource:
+class DatasetEntry:
     """Configuration of one dataset."""
 
     location: str
@@ -58,6 +66,13 @@ class DataSource:
     sampling: str = CHUNKS  # or GPT-Neo's documents_random, documents_fixed
     stitch: int = 1  # documents per sequence with documents_* sampling
 
+    @property
+    def source_name(self) -> str:
+        """Name of a registered data source; "" for files."""
+        if self.key == "dataset_type":
+            return self.location
+        return self.location.removeprefix(PREFIX) if self.location.startswith(PREFIX) else ""
+
 
 def _without_weight(entry: str) -> str:
     """Returns the location of `location,weight`."""
@@ -65,7 +80,7 @@ def _without_weight(entry: str) -> str:
     return match["location"] if match else entry
 
 
-def _parse_weighted(value: str, key: str) -> list[DataSource]:
+def _parse_weighted(value: str, key: str) -> list[DatasetEntry]:
     """Parses `location,weight;location,weight;...`, the value of `key`; weights may be absent."""
     sources = []
     for entry in split_list(value, ";", _without_weight):
@@ -79,7 +94,7 @@ def _parse_weighted(value: str, key: str) -> list[DataSource]:
             weight = float(match["weight"])
         if not 0 < weight < math.inf:
             raise UserError(f"{key}: the weight of {entry!r} must be above 0 and finite.")
-        sources.append(DataSource(location, key, weight))
+        sources.append(DatasetEntry(location, key, weight))
     if not sources:
         raise UserError(
             f"{key} is not set, and dataset_type=grain reads a data set. Make one with: python "
@@ -94,14 +109,22 @@ def _parse_weighted(value: str, key: str) -> list[DataSource]:
 class OpenDataSource:
     """An opened dataset and its sequences in order."""
 
-    entry: DataSource
+    entry: DatasetEntry
     dataset: TokenDataset
     sequences: OrderedSequences
 
+    @property
+    def stream(self) -> StreamSequences | None:
+        """The sequences of a stream; None for data that is read by index."""
+        slicer = self.sequences.slicer
+        return slicer if isinstance(slicer, StreamSequences) else None
 
-def requested_sources(request: OpenRequest) -> list[DataSource]:
+
+def requested_sources(request: OpenRequest) -> list[DatasetEntry]:
     """Returns the datasets to open; UserError unless weights are positive."""
     data = request.data
+    if data.dataset_type != "grain" and (request.for_training or not data.grain_eval_files):
+        return [DatasetEntry(data.dataset_type, "dataset_type")]
     keys = ["data_mixture_weights", "grain_train_files"]
     if not request.for_training:
         keys = ["grain_eval_files", "dataset_path", *keys]
@@ -111,13 +134,16 @@ def requested_sources(request: OpenRequest) -> list[DataSource]:
     sources = []
     for part in data.data_mixture_weights:
         location, stitch, sampling, weight = mix_part(part)
-        sources.append(DataSource(location, key, weight=weight, sampling=sampling, stitch=stitch))
+        sources.append(DatasetEntry(location, key, weight=weight, sampling=sampling, stitch=stitch))
     return sources
 
 
-def _open_dataset(request: OpenRequest, entry: DataSource) -> TokenDataset:
+def _open_dataset(config: Config, request: OpenRequest, entry: DatasetEntry) -> TokenDataset:
     """Opens a dataset; UserError as open_token_data, or for too large ids."""
     location = entry.location
+    if entry.source_name:
+        setting = f"{entry.key}={location}"
+        return open_registered(config, entry.source_name, setting, request.for_training)
     vocab_size = request.vocab_size
     dataset = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
     max_token_id = dataset.max_token_id
@@ -139,6 +165,10 @@ def prepared_has_documents(config: Config) -> bool:
     Known before it is prepared, so that the train step can be compiled meanwhile.
     """
     if config.data.dataset_type == "synthetic":
+        return False
+    if is_registered_type(config.data.dataset_type) and is_single_document(
+        config.data.dataset_type
+    ):
         return False
     return _has_documents(config, _slicer_class(config.data))
 
@@ -183,7 +213,7 @@ def check_sources(config: Config) -> None:
             if is_url(entry.location):
                 continue  # slow, and the network may fail
             try:
-                _open_dataset(request, entry)
+                _open_dataset(config, request, entry)
             except Exception as error:
                 if not is_transient(error, False):  # the loader retries
                     raise
@@ -207,12 +237,11 @@ def open_sources(
     request = OpenRequest(
         config.data, config.preparation, for_training, config.model.shape.vocab_size, retries.log
     )
-    options = _sequence_options(config)
     sources = []
     for number, entry in enumerate(requested_sources(request)):
         is_remote = is_url(entry.location) or entry.location.startswith("@")
         dataset, slicer = retries.call(
-            functools.partial(_open_and_slice, request, entry, options, num_sequences),
+            functools.partial(_open_and_slice, config, request, entry, num_sequences),
             failure=f"{entry.location} could not be opened",
             is_retryable=functools.partial(is_transient, remote=is_remote),
         )
@@ -239,14 +268,14 @@ def _sequence_options(config: Config) -> SequenceOptions:
 
 
 def _open_and_slice(
+    config: Config,
     request: OpenRequest,
-    entry: DataSource,
-    options: SequenceOptions,
+    entry: DatasetEntry,
     num_sequences: int | None,
 ) -> tuple[TokenDataset, SequenceSlicer]:
     """Opens a dataset; warns if much of the embedding is never used."""
     vocab_size = request.vocab_size
-    dataset = _open_dataset(request, entry)
+    dataset = _open_dataset(config, request, entry)
     num_ids = dataset.vocab_size or vocab_size
     if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * num_ids:
         request.log(
@@ -256,11 +285,12 @@ def _open_and_slice(
     if dataset.pad_id >= vocab_size:
         # A pad id may lie outside the model's table; padding has no weight, so use any id.
         dataset = dataclasses.replace(dataset, pad_id=0)
+    options = _sequence_options(config)
     return dataset, _slice(request, entry, dataset, options, num_sequences)
 
 
 def _check_long_enough(
-    request: OpenRequest, entry: DataSource, dataset: TokenDataset, slicer: SequenceSlicer
+    request: OpenRequest, entry: DatasetEntry, dataset: TokenDataset, slicer: SequenceSlicer
 ) -> None:
     """Raises UserError for a dataset without a sequence; in training also for a padded one only."""
     num_tokens = len(dataset.store)
@@ -280,8 +310,10 @@ def _ordered(
     """Returns the sequences of the `number`-th dataset of a run in order."""
     data = request.data
     num_epoch = data.num_epoch
+    if isinstance(slicer, StreamSequences):
+        _check_stream(data)
     # Sequences with their own order already contain all epochs.
-    if not request.for_training or (slicer.has_own_order and num_epoch > 0):
+    elif not request.for_training or (slicer.has_own_order and num_epoch > 0):
         num_epoch = 1
     return OrderedSequences(
         slicer,
@@ -292,9 +324,23 @@ def _ordered(
     )
 
 
+def _check_stream(data: DataConfig) -> None:
+    """Raises UserError for keys that a stream cannot follow."""
+    if data.num_epoch != -1:
+        raise UserError(
+            f"num_epoch={data.num_epoch}: the length of a stream is unknown, so it repeats without "
+            "end. Leave num_epoch=-1 and set steps."
+        )
+    if not data.packing or data.grain_packing_type != "concat_then_split":
+        raise UserError(
+            "A stream is packed by grain_packing_type=concat_then_split with packing=true, as it "
+            "is read without knowing what follows. Leave both keys, or give documents by index."
+        )
+
+
 def _slice(
     request: OpenRequest,
-    entry: DataSource,
+    entry: DatasetEntry,
     dataset: TokenDataset,
     options: SequenceOptions,
     num_sequences: int | None,
@@ -302,6 +348,9 @@ def _slice(
     """Returns the slicer of a dataset that the configuration chooses."""
     data = request.data
     cache_dir = data.local_cache_dir
+    if source_slicer := slicer_of(dataset, options):
+        _check_unsliced(data, entry)
+        return source_slicer
     records_are_sequences = dataset.labels is not None or _are_sequences(dataset, options.length)
     slicer_class = _slicer_class(data, records_are_sequences)
     if dataset.labels is not None and (
@@ -329,6 +378,15 @@ def _slice(
     if slicer_class is ConcatThenSplit:
         return ConcatThenSplit(dataset, options)
     return FirstFitPacking(dataset, options, data.grain_packing_type == "best_fit", cache_dir)
+
+
+def _check_unsliced(data: DataConfig, entry: DatasetEntry) -> None:
+    """Raises UserError for keys of documents that records and streams cannot follow."""
+    if data.megatron.order == "gpt_neox" or entry.sampling != CHUNKS:
+        raise UserError(
+            f"{entry.key}={entry.location} gives records or a stream. Leave megatron.order=stored "
+            "and the sampling chunks."
+        )
 
 
 def _slicer_class(data: DataConfig, records_are_sequences: bool = False) -> type[SequenceSlicer]:
@@ -405,6 +463,13 @@ def mixture_weights(data: DataConfig, sources: Sequence[OpenDataSource]) -> list
     Without mixture_temperature, the number of tokens does not matter.
     """
     power = 1 / data.mixture_temperature if data.mixture_temperature else 0
+    streams = [source for source in sources if source.stream is not None]
+    if power and streams:
+        raise UserError(
+            f"mixture_temperature={data.mixture_temperature:g}: the stream "
+            f"{streams[0].entry.location} has no size. Leave mixture_temperature=0, and give each "
+            "part of data_mixture_weights its final weight."
+        )
     return [source.entry.weight * len(source.dataset.store) ** power for source in sources]
 
 
@@ -425,7 +490,9 @@ def describe(data: DataConfig, sources: Sequence[OpenDataSource], num_sequences:
             lines.append(
                 f"padding: {slicer.padding_share:.1%} of the positions of {location}; {remedy}"
             )
-        if len(sources) > 1:
+        if len(sources) > 1 and source.stream is not None:
+            lines.append(f"  {weight / sum(weights):.2%} of the sequences")
+        elif len(sources) > 1:
             share = weight / sum(weights)
             lines.append(
                 f"  {share:.2%} of the sequences: {num_sequences * share / len(slicer):.2f} passes "

@@ -8,6 +8,7 @@ Legend: B rows of a batch, T tokens of a row, N ids of a block, D documents.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,13 @@ from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
+from MaxText.input_pipeline.registered_sources.indexed_stores import SourceRecords
+from MaxText.input_pipeline.registered_sources.source_reader import first_documents
+from MaxText.input_pipeline.registered_sources.stream_store import StreamStore
 from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
 from MaxText.input_pipeline.sequences.slicing import TokenOrigin
 from MaxText.input_pipeline.token_store.store import TokenStore
+from MaxText.input_pipeline.token_store.token_reader import TokenReader
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.batch import Batch
@@ -35,6 +40,7 @@ BLOCK_TOKENS = 2**20  # a few times 8 MB in memory
 _IN_NO_FILE_NAME = "/"
 _ID_BYTES = 4  # progress is in bytes
 _SHOWN_BAD_RECORDS = 10
+_SHOWN_DOCUMENTS = 1000  # of a stream, or records
 
 # Shown at each end of a long sequence: characters, or ids without a tokenizer.
 _SHOWN_CHARACTERS = 500
@@ -53,7 +59,7 @@ class TokenStatistics:
 
 
 def measure_tokens(
-    store: TokenStore, max_tokens: int, progress: Callable[[int], None]
+    store: TokenReader, max_tokens: int, progress: Callable[[int], None]
 ) -> TokenStatistics:
     """Measures evenly spaced blocks of 2**20 tokens.
 
@@ -87,6 +93,8 @@ def _compare_checksums(source: OpenDataSource, statistics: TokenStatistics) -> s
     """Returns what protects the tokens; UserError if they changed."""
     dataset = source.dataset
     location = source.entry.location
+    if not isinstance(dataset.store, TokenStore):
+        return "none"
     if dataset.store.is_checked:
         return "CRC-32C of every 4 KiB, compared at each read"
     if not dataset.tokens_sha256:
@@ -179,6 +187,8 @@ class Inspection:
         """Shows statistics of a dataset; returns the largest id that was read."""
         store = source.dataset.store
         slicer = source.sequences.slicer
+        if isinstance(store, SourceRecords | StreamStore):
+            return self._show_unmeasured_source(store, slicer.length)
         num_bytes = _ID_BYTES * min(max_tokens, len(store))
         progress = progress_in_bytes("Reading tokens", num_bytes, self._log)
         statistics = measure_tokens(
@@ -202,6 +212,23 @@ class Inspection:
             f"Sequences of {slicer.length:,} tokens: {len(slicer):,} in an epoch"
         )
         return statistics.max_token_id
+
+    def _show_unmeasured_source(self, store: SourceRecords | StreamStore, length: int) -> int:
+        """Shows statistics of the first records or documents; returns their largest id.
+
+        There may be 2^32 records, and streams have no end.
+        """
+        documents = list(itertools.islice(first_documents(store.reader), _SHOWN_DOCUMENTS))
+        sizes_D = np.array([len(document.tokens) for document in documents])
+        ids_N = np.concatenate([document.tokens for document in documents])
+        total = f"{len(store.reader):,}" if isinstance(store, SourceRecords) else "a stream"
+        self._log(
+            f"The first {len(documents):,} {store.reader.unit}s of {total}\n"
+            f"  ids: {ids_N.min(initial=ANY_ID)} to {ids_N.max(initial=-1)}\n"
+            f"  {sizes_D.min()} to {sizes_D.max()} tokens, mean {sizes_D.mean():,.1f}; a sequence "
+            f"has {length + 1:,}"
+        )
+        return int(ids_N.max(initial=-1))
 
     def _check_ids(self, max_token_id: int) -> None:
         """Raises UserError for an id that the model lacks."""

@@ -10,9 +10,10 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.prefetch import Prefetcher, Retries
+from MaxText.input_pipeline.registered_sources.source_sequences import StreamSequences
+from MaxText.input_pipeline.registered_sources.stream_store import position_from_json
 from MaxText.input_pipeline.sequences.batch_source import BatchSource, ExcludedRanges
 from MaxText.layers.batch import Batch
-from MaxText.storage import file_access
 from MaxText.storage.errors import FileReadError
 
 # Field of a data position -> the configuration keys it depends on, for messages.
@@ -115,9 +116,9 @@ class _ProcessBatches:
     def _forget_files(self) -> None:
         """Makes the next read open the files again: they may have been replaced."""
         for source in self.opened:
-            for store in (source.dataset.store, source.dataset.labels):
-                if store is not None:
-                    file_access.invalidate_cache(store.files)
+            source.dataset.store.reopen()
+            if source.dataset.labels is not None:
+                source.dataset.labels.reopen()
 
     def _next(self, prefetcher: Prefetcher) -> dict[str, np.ndarray]:
         return prefetcher.next(self.retries.options.timeout, self.retries.should_stop)
@@ -205,13 +206,30 @@ class TrainIterator(_ProcessBatches, Iterator[Batch]):
         """Returns the data position: a JSON-serializable state, equal on every process.
 
         `step` comes next, `samples` is the order index of its first sequence, `excluded` are ranges
-        [first, end) of order indices. The rest is `identity`.
+        [first, end) of order indices, `streams` is where streams resume (positions that differ
+        between processes lead to the same batches). The rest is `identity`.
         """
-        return {
+        state = {
             "step": self._step,
             "samples": self.source.first_index_of(self._step),
             "excluded": [list(bounds) for bounds in self.source.excluded.ranges],
             **self.identity,
+        }
+        if self._streams:
+            indices = self.source.next_indices(self._step)
+            state["streams"] = {
+                str(number): stream.position_before(indices[number]).as_json()
+                for number, stream in self._streams.items()
+            }
+        return state
+
+    @property
+    def _streams(self) -> dict[int, StreamSequences]:
+        """The streams among the datasets, by their numbers."""
+        return {
+            number: source.stream
+            for number, source in enumerate(self.opened)
+            if source.stream is not None
         }
 
     def seek(self, step: int) -> None:
@@ -236,6 +254,7 @@ class TrainIterator(_ProcessBatches, Iterator[Batch]):
                 + ". Restore these settings to resume that run, or start a new run (another "
                 "run_name) from its weights with load_parameters_path."
             )
+        self._restore_streams(position.get("streams", {}))
         step = position["step"]
         excluded = ExcludedRanges(position["excluded"])
         self.source.exclusions |= excluded
@@ -243,6 +262,19 @@ class TrainIterator(_ProcessBatches, Iterator[Batch]):
         self.source.begin_at(step, position["samples"], skipped=excluded)
         if upcoming := self.source.exclusions.within(self.source.first_order_index):
             self.retries.log(f"Excluded samples of the training data: {upcoming}.")
+
+    def _restore_streams(self, positions: Mapping[str, Any]) -> None:
+        """Makes streams resume at the positions of a checkpoint, by number."""
+        for number, stream in self._streams.items():
+            if str(number) not in positions:
+                continue
+            position = position_from_json(positions[str(number)])
+            stream.add_position(position)
+            if position.state is None and position.document:
+                self.retries.log(
+                    f"note: the stream {self.opened[number].entry.location} has no state, so "
+                    f"{position.document:,} documents are read again before it resumes"
+                )
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
         """Returns the reasons why a position is of other data; none if it is of these."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from MaxText.config.data_sections import DataConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
@@ -37,7 +38,7 @@ from MaxText.input_pipeline.sequences.order import (
 from MaxText.input_pipeline.sequences.slicing import SequenceOptions
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
 
-_SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
+_UNBOUNDED_EVAL_STEPS = 10  # evaluation batches of random tokens and of streams
 
 
 def open_batches(
@@ -115,9 +116,22 @@ def make_train_iterator(
         batch_source,
         sources,
         retries,
-        num_workers=data.grain_worker_count if sources else 0,
+        num_workers=_num_workers(data, sources, log),
         identity=_identity(config, schedule, sources),
     )
+
+
+def _num_workers(
+    data: DataConfig, sources: Sequence[OpenDataSource], log: Callable[[str], None]
+) -> int:
+    """Returns the number of reader processes; 0, a thread, for streams and random tokens."""
+    streams = [source.entry.location for source in sources if source.stream is not None]
+    if data.grain_worker_count and streams:
+        log(
+            f"note: grain_worker_count={data.grain_worker_count} is not used: a thread reads the "
+            f"stream {streams[0]} in order"
+        )
+    return data.grain_worker_count if sources and not streams else 0
 
 
 def _identity(
@@ -206,10 +220,11 @@ def _eval_batches(
     """Returns one pass over some sources, one after the other; random tokens without any."""
     if sources:
         sequences = Concatenation([source.sequences for source in sources])
-        max_steps = sys.maxsize
+        has_streams = any(source.stream is not None for source in sources)
+        max_steps = _UNBOUNDED_EVAL_STEPS if has_streams else sys.maxsize
     else:
         sequences = _synthetic(config, EVAL_STREAM)
-        max_steps = _SYNTHETIC_EVAL_STEPS
+        max_steps = _UNBOUNDED_EVAL_STEPS
     if config.evaluation.eval_steps != -1:
         max_steps = config.evaluation.eval_steps
     batch_source = BatchSource(
@@ -240,6 +255,11 @@ def _sliding_windows(config: Config, source: OpenDataSource) -> SlidingWindows:
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
+    if source.dataset.loss_mask is not None or source.stream is not None:
+        raise UserError(
+            f"{name} has a loss mask or is a stream, so its windows cannot be moved by "
+            f"eval_stride={stride}. Leave eval_stride=-1."
+        )
     data = config.data
     length = config.model.shape.max_target_length
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss)
@@ -257,10 +277,10 @@ def _masking(config: Config, sources: Sequence[OpenDataSource]) -> MLMMasking | 
     if not (config.masking.mlm_training and sources):
         return None
     for source in sources:
-        if source.dataset.labels is not None:
+        if source.dataset.labels is not None or source.dataset.loss_mask is not None:
             raise UserError(
                 f"mlm_training=true chooses its own targets, and {source.entry.location} has "
-                "labels. Name records without labels, or train without mlm_training."
+                "labels or a loss mask. Name data without, or train without mlm_training."
             )
     special_ids = {token for source in sources for token in source.dataset.special_ids}
     mask_ids = (source.dataset.mask_id for source in sources)

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from MaxText.config import maxtext_keys
-from MaxText.config.loading import load, load_config
+from MaxText.config.loading import load, load_config, review_file
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.schema import all_keys
+from MaxText.config.schema import all_keys, flatten
 
 # The keys of MaxText 0.2.5's base.yml and of its documentation, one per line.
 MAXTEXT = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8").split()
@@ -188,43 +188,135 @@ def test_a_short_file_is_not_a_copy(write, capsys):
     assert "copy" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("decoder_block", "mistral"),
-        ("decoder_block", "qwen2"),
-        ("decoder_block", "qwen3"),
-        ("decoder_block", "gemma2"),
-        ("decoder_block", "gemma3"),
-        ("decoder_block", "olmo3"),
-        ("decoder_block", "deepseek"),
-        ("decoder_block", "envy"),
-        ("decoder_block", "mixtral"),
-        ("decoder_block", "qwen3_moe"),
-        ("decoder_block", "gpt_oss"),
-        ("decoder_block", "llama4"),
-        ("model_name", "mixtral-8x7b"),
-        ("model_name", "llama2-70b"),
-        ("model_name", "gpt3-175b"),
-        ("model_name", "qwen3-0.6b"),
-        ("model_name", "qwen2.5-7b"),
-        ("model_name", "mistral-7b"),
-        ("model_name", "gemma2-2b"),
-        ("model_name", "deepseek2-16b"),
-        ("model_name", "olmo3-7b"),
-    ],
-)
-def test_a_missing_block_or_preset_names_what_comes_closest(name, value):
-    with pytest.raises(ConfigurationError) as caught:
-        load([f"{name}={value}", "base_num_kv_heads=3"], "train.py")
-    (problem,) = caught.value.problems  # neither consequences nor the names of all presets
-    context = dict(problem.context)
-    assert "known" not in context
-    keys = context["closest"].partition(", with ")[2] or context["closest"]
-    load(keys.split())
+MODELS = yaml.safe_load((Path(__file__).parent / "maxtext_models.yml").read_text(encoding="utf-8"))
+# Families of MODELS that are not here: the beginnings of names, and what the message says.
+ABSENT = {
+    ("deepseek", "kimi"): "DeepSeek and Kimi: multi-head latent attention",
+    ("envy",): "Envy: routing to one expert",
+    ("gemma4-26b",): "Gemma 4 with experts",
+    ("gemma4-e",): "Gemma 4 E2B and E4B: embeddings of their own for each layer",
+    ("gpt-oss",): "gpt-oss: experts with biases",
+    ("llama4",): "Llama 4: attention in chunks",
+    ("qwen3-vl", "qwen3-omni", "weaver"): "models read text only",
+    ("qwen3-next",): "Qwen3-Next: gated DeltaNet",
+    ("qwen3.5",): "Qwen3.5: gated DeltaNet",
+    ("qwen3-235b", "qwen3-30b", "qwen3-480b", "qwen3-custom"): "Qwen3 with experts",
+}
+REFUSED = {
+    name: reason
+    for beginnings, reason in ABSENT.items()
+    for name in MODELS
+    if name.startswith(beginnings)
+}
+# In these, a preset is as the model was published, and MaxText's file of its name is not.
+AS_PUBLISHED = {
+    "vocab_size",  # MaxText pads Gemma's
+    "max_target_length",
+    "rope_type",  # Llama 3.1's, which MaxText's files leave out
+    "enable_dropout",
+    "tokenizer_type",
+    "attention",
+    "logical_axis_rules",
+    "moe_mlp_dim",  # of all layers: it is base_mlp_dim
+    "normalize_embedding_logits",  # without effect: not tied
+    "rope_truncate",  # without effect: not yarn
+    "rope_max_timescale",  # Gemma 4: without effect, both kinds have their own
+    "dataset_path",
+    "eval_per_device_batch_size",
+    "checkpoint_period",
+    "target_eval_loss",
+}
+
+
+def write_model(write, name):
+    """Writes MaxText's model file of a name."""
+    return write(yaml.safe_dump(MODELS[name], default_flow_style=None), f"{name}.yml")
+
+
+def test_most_models_of_maxtext_are_here():
+    assert len(MODELS) == 82
+    assert len(REFUSED) == 39
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - REFUSED))
+def test_a_model_of_maxtext_works_by_name_and_as_config_file(name, write):
+    preset = flatten(load([f"model_name={name}", "run_name=r"]).config)
+    model = flatten(load([write_model(write, name), "run_name=r"]).config)
+    differing = {key for key in model if model[key] != preset[key]} - {"model_name"}
+    if name in ("olmo3-7b", "olmo3-32b"):
+        # MaxText scales the rotary frequencies of all layers, the published model those without
+        # a window.
+        assert model["rope_type"] == "yarn"
+        differing -= {"layer_kinds"}
+    assert differing <= AS_PUBLISHED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_other_families_of_maxtext_are_refused_in_one_line(name, write):
+    for arguments in ([f"model_name={name}"], [write_model(write, name)]):
+        with pytest.raises(ConfigurationError) as caught:
+            load(arguments, "train.py")
+        (problem,) = caught.value.problems
+        assert REFUSED[name] in problem.message
+
+
+@pytest.mark.parametrize("name", ["deepseek2-16b", "gemma3-4b", "gpt3-6b"])
+def test_the_report_says_what_a_run_says(name, write):
+    path = write_model(write, name)
+    review = review_file(path, ["dataset_type=synthetic"], "train.py")
+    if name in REFUSED:
+        assert len(review.problems) == 1
+        assert not review.settings
+        return
+    assert not review.problems
+    assert not review.missing
+    assert {setting.name for setting in review.settings} >= {"decoder_block", "base_emb_dim"}
+
+
+def test_a_block_that_does_not_exist_supports_no_key(write):
+    review = review_file(write("decoder_block: nothing\nsteps: 5\nhead_dim: 8\n"), [], "train.py")
+    assert [setting.name for setting in review.settings] == ["steps"]
+    (problem,) = review.problems
+    assert problem.message.startswith("decoder_block: there is no")
+
+
+def test_what_maxtexts_blocks_stand_for(write):
+    def layers(name, **keys):
+        path = write(yaml.safe_dump(MODELS[name] | keys, default_flow_style=None))
+        return load([path]).config.model.layers
+
+    gemma2 = layers("gemma2-2b")
+    assert len(gemma2) == 26  # MaxText counts pairs
+    assert [layer.config.block.mixer for layer in gemma2[:2]] == ["local_attention", "attention"]
+    gemma3 = layers("gemma3-4b", local_rope_max_timescale=20_000, rope_linear_scaling_factor=4.0)
+    assert [
+        index for index, layer in enumerate(gemma3) if layer.config.block.mixer == "attention"
+    ] == [5, 11, 17, 23, 29]
+    assert gemma3[0].config.position.rope_max_timescale == 20_000
+    assert gemma3[0].config.position.rope_type == "default"
+    assert (gemma3[5].config.position.rope_type, gemma3[5].config.position.rope_factor) == (
+        "linear",
+        4,
+    )
+    olmo3 = layers("olmo3-7b", inhomogeneous_layer_cycle_interval=2)
+    assert [layer.config.block.mixer for layer in olmo3[:2]] == ["local_attention", "attention"]
+    assert olmo3[0].config.position.rope_type == "yarn"
+    gemma4 = layers("gemma4-31b")
+    assert gemma4[5].config.position.rotary_pct == 0.25
+    config = load([write(yaml.safe_dump(MODELS["gpt3-52k"]))]).config
+    assert config.model.position.position_embedding == "learned"
+    config = load([write(yaml.safe_dump(MODELS["qwen2.5-7b"] | {"attention_bias": False}))]).config
+    assert not config.model.attention.qkv_bias
+
+
+def test_names_of_our_own_form_are_not_rewritten(write):
+    text = "decoder_block: gemma2\nbase_num_decoder_layers: 13\n"
+    assert len(load([write(text)]).config.model.layers) == 13
 
 
 def test_an_unknown_preset_without_a_relative_lists_all():
     with pytest.raises(ConfigurationError) as caught:
         load(["model_name=zzz"])
-    assert "gpt2-124m" in dict(caught.value.problems[0].context)["known"]
+    known = [text for label, text in caught.value.problems[0].context if label == "known"]
+    assert "gpt2: gpt2-1.5b, gpt2-124m, gpt2-355m, gpt2-774m" in known
+    assert len(known) > 20

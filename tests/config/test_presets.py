@@ -6,6 +6,7 @@ rewrites them. tests/parallelism/test_preset_shardings.py has the sizes of the p
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -209,3 +210,111 @@ def test_sizes_of_recipes():
     for slot_num, size in ((576, 123_569_664), (2140, 354_190_848)):
         assert parameters(load_config("tokenformer.yml", slot_num=slot_num, **tied)) == size
     assert parameters(load_config("gpt2.yml")) == 123_689_472 + 50_304 * 768
+
+
+class Size(NamedTuple):
+    """Sizes of a published model, as its config.json has them, and its number of parameters."""
+
+    published: int  # of its safetensors
+    width: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    layers: int
+    head_dim: int
+    vocabulary: int
+    is_tied: bool = True
+    norms: int = 2  # of a layer, as wide as the model
+    qk_norms: str = ""  # "head": one scale for all heads; "joint": one for each
+    qkv_bias: bool = False
+
+    @property
+    def counted(self) -> int:
+        """The number of parameters of the sizes."""
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        attention = self.width * (2 * queries + 2 * keys)
+        norms = self.norms * self.width
+        norms += {"": 0, "head": 2 * self.head_dim, "joint": queries + keys}[self.qk_norms]
+        biases = self.qkv_bias * (queries + 2 * keys)
+        layer = attention + 3 * self.width * self.mlp + norms + biases
+        tables = self.vocabulary * self.width * (1 if self.is_tied else 2)
+        return tables + self.layers * layer + self.width
+
+
+def qwen3(published, *sizes, is_tied=True):
+    return Size(published, *sizes, 128, 151_936, is_tied, qk_norms="head")
+
+
+def qwen2(published, *sizes, is_tied=True):
+    return Size(published, *sizes, is_tied, qkv_bias=True)
+
+
+def olmo(published, *sizes):
+    return Size(published, *sizes, is_tied=False, qk_norms="joint")
+
+
+def gemma3(published, *sizes):
+    return Size(published, *sizes, norms=4, qk_norms="head")
+
+
+def untied(published, *sizes):
+    return Size(published, *sizes, is_tied=False)
+
+
+PUBLISHED = {
+    "qwen3-0.6b": qwen3(596_049_920, 1024, 16, 8, 3072, 28),
+    "qwen3-1.7b": qwen3(1_720_574_976, 2048, 16, 8, 6144, 28),
+    "qwen3-4b": qwen3(4_022_468_096, 2560, 32, 8, 9728, 36),
+    "qwen3-8b": qwen3(8_190_735_360, 4096, 32, 8, 12288, 36, is_tied=False),
+    "qwen3-14b": qwen3(14_768_307_200, 5120, 40, 8, 17408, 40, is_tied=False),
+    "qwen3-32b": qwen3(32_762_123_264, 5120, 64, 8, 25600, 64, is_tied=False),
+    "qwen2.5-0.5b": qwen2(494_032_768, 896, 14, 2, 4864, 24, 64, 151_936),
+    "qwen2.5-1.5b": qwen2(1_543_714_304, 1536, 12, 2, 8960, 28, 128, 151_936),
+    "qwen2.5-3b": qwen2(3_085_938_688, 2048, 16, 2, 11008, 36, 128, 151_936),
+    "qwen2.5-7b": qwen2(7_615_616_512, 3584, 28, 4, 18944, 28, 128, 152_064, is_tied=False),
+    "qwen2.5-14b": qwen2(14_770_033_664, 5120, 40, 8, 13824, 48, 128, 152_064, is_tied=False),
+    "olmo2-1b": olmo(1_484_916_736, 2048, 16, 16, 8192, 16, 128, 100_352),
+    "olmo2-7b": olmo(7_298_617_344, 4096, 32, 32, 11008, 32, 128, 100_352),
+    "olmo3-7b": olmo(7_298_011_136, 4096, 32, 32, 11008, 32, 128, 100_278),
+    "olmo3-32b": olmo(32_233_522_176, 5120, 40, 8, 27648, 64, 128, 100_278),
+    "gemma2-2b": Size(2_614_341_888, 2304, 8, 4, 9216, 26, 256, 256_000, norms=4),
+    "gemma2-9b": Size(9_241_705_984, 3584, 16, 8, 14336, 42, 256, 256_000, norms=4),
+    "gemma2-27b": Size(27_227_128_320, 4608, 32, 16, 36864, 46, 128, 256_000, norms=4),
+    "gemma3-270m": gemma3(268_098_176, 640, 4, 1, 2048, 18, 256, 262_144),
+    "gemma3-1b": gemma3(999_885_952, 1152, 4, 1, 6912, 26, 256, 262_144),
+    "gemma3-4b": gemma3(3_880_263_168, 2560, 8, 4, 10240, 34, 256, 262_208),
+    "gemma3-12b": gemma3(11_766_034_176, 3840, 16, 8, 15360, 48, 256, 262_208),
+    "gemma3-27b": gemma3(27_009_346_304, 5376, 32, 16, 21504, 62, 128, 262_208),
+    "smollm3-3b": Size(3_075_098_624, 2048, 16, 4, 11008, 36, 128, 128_256),
+    "llama2-13b": untied(13_015_864_320, 5120, 40, 40, 13824, 40, 128, 32_000),
+    "llama2-70b": untied(68_976_648_192, 8192, 64, 8, 28672, 80, 128, 32_000),
+    "llama3.1-70b": untied(70_553_706_496, 8192, 64, 8, 28672, 80, 128, 128_256),
+    "llama3.1-405b": untied(405_853_388_800, 16384, 128, 8, 53248, 126, 128, 128_256),
+    "mistral-7b": untied(7_241_732_096, 4096, 32, 8, 14336, 32, 128, 32_000),
+    "granite3.3-2b": Size(2_533_525_504, 2048, 32, 8, 8192, 40, 64, 49_152),
+    "granite3.3-8b": Size(8_170_835_968, 4096, 32, 8, 12800, 40, 128, 49_152),
+    "phi-4": untied(14_659_507_200, 5120, 40, 10, 17920, 40, 128, 100_352),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_parameters_of_the_published_model(name):
+    size = PUBLISHED[name]
+    assert size.counted == size.published
+    assert parameters(load_config(model_name=name)) == size.published
+
+
+def test_gpt3_has_biases_and_a_table_of_positions():
+    def counted(width, layers, mlp, vocabulary, positions):
+        layer = 4 * (width * width + width) + 2 * width * mlp + mlp + width + 4 * width
+        return (vocabulary + positions) * width + layers * layer + 2 * width
+
+    sizes = {
+        "gpt3-52k": (16, 1, 64, 1024, 2048),
+        "gpt3-6b": (3072, 48, 12288, 32_768, 16_384),
+        "gpt3-22b": (6144, 48, 24576, 32_768, 16_384),
+        "gpt3-175b": (12288, 96, 49152, 50_304, 16_384),
+    }
+    for name, of_model in sizes.items():
+        assert parameters(load_config(model_name=name)) == counted(*of_model)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import types
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.registry import lookup
+from MaxText.input_pipeline.registered_sources.opening_sources import make_reader
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.rotary import rotary_table
@@ -204,3 +206,23 @@ def test_moving_average():
         s[row] = 0.75 * s[row] + 0.25 * v
         expected[row, t] = (s[row] * g / (1 + np.exp(-g))) @ w["out"]["kernel"]
     np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_the_sums_of_the_data_source_are_right():
+    config = tiny_config(
+        import_modules=["examples/arithmetic_source.py"],
+        dataset_type="arithmetic",
+        max_digits=2,
+        num_problems=300,
+    )
+    source = make_reader(config, "arithmetic", for_training=True)
+    symbols = sys.modules[lookup("data_source", "arithmetic").__module__].SYMBOLS
+    texts = set()
+    for index in range(len(source)):
+        text = "".join(symbols[token] for token in source[index].tokens)
+        counted = "".join(symbols[token] for token in source[index].tokens[source[index].loss_mask])
+        a, b, total = re.fullmatch(r"(\d{1,2})\+(\d{1,2})=(\d+)\n", text).groups()
+        assert int(a) + int(b) == int(total)
+        assert counted == f"{total}\n"
+        texts.add(text)
+    assert len(texts) > 150

@@ -8,7 +8,8 @@ import pytest
 
 from MaxText.config import registry
 from MaxText.config.loading import load_config
-from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, SOURCE_CHECKS, find_problem
+from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
 from MaxText.conformance.subject import SIZES, TRAINED, Subject
 from tests.house.sources import REPOSITORY, run_main
 from tests.programs import run
@@ -105,6 +106,32 @@ def test_an_exception_has_a_remedy_of_its_own(tmp_path, monkeypatch, capsys):
 
 def assert_all_ok(results):
     assert results.count(" ok\n") == len(CHECKS), results
+
+
+# Fault of tests/input_pipeline/registered_sources/numbered.py -> source, the check that finds it.
+SOURCE_FAULTS = {
+    "floats": ("numbered", "token ids"),
+    "random": ("numbered", "deterministic"),
+    "wrong lengths": ("numbered", "lengths"),
+    "forgets": ("stateful", "resume"),
+}
+
+
+@pytest.mark.parametrize("fault", ["none", *SOURCE_FAULTS])
+def test_the_check_of_a_data_source(fault, monkeypatch):
+    module = importlib.import_module("tests.input_pipeline.registered_sources.numbered")
+    registry.forget(module.__file__)
+    importlib.reload(module)
+    monkeypatch.setattr(module, "FAULT", fault)
+    names = ["numbered", "masked", "numbered_records", "stateless", "stateful"]
+    if fault != "none":
+        names = [SOURCE_FAULTS[fault][0]]
+    for name in names:
+        keys = SOURCE_KEYS | {"dataset_type": name, "max_target_length": 16}
+        subject = SourceSubject(load_config(**keys))
+        failed = [check.name for check in SOURCE_CHECKS if find_problem(check, subject)]
+        assert failed[:1] == ([] if fault == "none" else [SOURCE_FAULTS[fault][1]])
+    registry.forget(module.__file__)
 
 
 @pytest.mark.slow

@@ -265,7 +265,7 @@ def test_costly_conformance(name):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "post-norm and pre-norm layers, joint norms"])
 def test_conformance_on_devices(name):
     subject = subject_of(*ARCHITECTURES[name])
     [check] = (check for check in CHECKS if check.name == DEVICES)

@@ -66,7 +66,7 @@ _SPLIT_NAMES = {
 }
 
 
-class Document(NamedTuple):
+class TextDocument(NamedTuple):
     """A text document, except blank ones."""
 
     text: str
@@ -91,7 +91,7 @@ class Shard:
         """Bytes on disk to read, for progress reports."""
         return sum(file_range.num_bytes for file_range in self.ranges)
 
-    def documents(self, skipped: Skipped) -> Iterator[Document]:
+    def documents(self, skipped: Skipped) -> Iterator[TextDocument]:
         """Yields the documents, counting skipped ones.
 
         Skips up to `bad_records.maximum` documents in malformed rows and in files that cannot be
@@ -106,7 +106,7 @@ class Shard:
                     for row, text in range_texts(file_range, self.text_field, skipped):
                         has_begun = True
                         if text and not text.isspace():
-                            yield Document(text, name, row)
+                            yield TextDocument(text, name, row)
                         else:
                             skipped["empty"] += 1
                 skipped.readable_bytes += file_range.num_bytes

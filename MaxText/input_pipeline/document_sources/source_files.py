@@ -97,7 +97,7 @@ class FileRange:
 
     @property
     def name(self) -> str:
-        """Name of the file, for `Document.file`."""
+        """Name of the file, for `TextDocument.file`."""
         if self.file.format.layout in JSON_LAYOUTS and self.start > 0:
             return f"{self.file.name} from byte {self.start}"
         return self.file.name

@@ -10,7 +10,7 @@ import numpy as np
 
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import Corpus, Document, Shard
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard, TextDocument
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.sequences.random_bits import INCREMENT, hash_uint64
 
@@ -38,8 +38,8 @@ _BATCH_CHARACTERS = 4_000_000
 
 
 def numbered_batches(
-    shard: int, documents: Iterator[Document]
-) -> Iterator[tuple[np.ndarray, list[Document]]]:
+    shard: int, documents: Iterator[TextDocument]
+) -> Iterator[tuple[np.ndarray, list[TextDocument]]]:
     """Yields documents of a shard, some megabytes of text at a time, and their numbers (int64 [N]).
 
     Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.

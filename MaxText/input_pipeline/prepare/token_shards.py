@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.input_pipeline.document_sources.corpus import Document, Shard
+from MaxText.input_pipeline.document_sources.corpus import Shard, TextDocument
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import write_arrays
 from MaxText.input_pipeline.prepare import sampling
@@ -208,7 +208,7 @@ class _SplitWriter(TokenWriter):
         self._source_files: list[tuple[int, str]] = []
         self._num_text_bytes = 0
 
-    def add(self, ids_N: np.ndarray, num_text_bytes: int, document: Document) -> None:
+    def add(self, ids_N: np.ndarray, num_text_bytes: int, document: TextDocument) -> None:
         """Writes the ids of a document, with control ids around them."""
         if not self._source_files or self._source_files[-1][1] != document.file:
             self._source_files.append((len(self._lengths), document.file))

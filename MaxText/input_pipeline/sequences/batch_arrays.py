@@ -18,7 +18,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     TokenRanges,
     concatenated_ranges,
 )
-from MaxText.input_pipeline.token_store.store import TokenStore
+from MaxText.input_pipeline.token_store.token_reader import TokenReader
 
 BatchArrays = Mapping[str, np.ndarray]
 """Arrays [B, T] by name.
@@ -104,7 +104,7 @@ class _Layout:
         """Number of sequences, B."""
         return len(self.num_tokens_B)
 
-    def read(self, stores: Sequence[TokenStore]) -> np.ndarray:
+    def read(self, stores: Sequence[TokenReader]) -> np.ndarray:
         """Returns the ids (int32 [N]) of all ranges, from one store per part."""
         return _concatenated(
             [
@@ -134,6 +134,8 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
     label_stores = [store for store in labels if store is not None]
     if label_stores:
         arrays |= _fill_labels(layout.read(label_stores), layout, num_used_B)
+    if any(part.slicer.dataset.loss_mask is not None for part in parts):
+        arrays["weights"] *= _target_mask(layout, num_used_B)
     _clear_context_weights(arrays["weights"], layout.ranges)
     if has_documents:
         _add_documents(arrays, layout, num_used_B)
@@ -185,6 +187,24 @@ def _fill_labels(
         "targets": _pad_rows(np.maximum(labels_N, 0), num_used_B, layout.pad_id_B, length),
         "weights": _pad_rows(is_target_N, num_used_B, np.zeros(layout.num_rows), length),
     }
+
+
+def _target_mask(layout: _Layout, num_used_B: np.ndarray) -> np.ndarray:
+    """Returns the loss masks of datasets at the targets of each row (bool [B, T])."""
+    masks = []
+    for part, ranges in zip(layout.parts, layout.ranges, strict=True):
+        store = part.slicer.dataset.loss_mask
+        if store is None:
+            masks.append(np.ones(int((ranges.stop_P - ranges.start_P).sum()), bool))
+        else:
+            masks.append(store.read_loss_mask(ranges.start_P, ranges.stop_P))
+    mask_N = _concatenated(masks)
+    if layout.parts[0].slicer.ranges_are_joined:
+        padding_B = np.zeros(layout.num_rows, bool)
+        return _pad_rows(mask_N, layout.num_tokens_B, padding_B, layout.length + 1)[:, 1:]
+    first_P = np.cumsum(layout.size_P) - layout.size_P
+    padding_B = np.zeros(layout.num_rows, bool)
+    return _pad_rows(np.delete(mask_N, first_P), num_used_B, padding_B, layout.length)
 
 
 def _clear_context_weights(weights_BT: np.ndarray, ranges: Sequence[TokenRanges]) -> None:

@@ -175,6 +175,10 @@ class BatchSource:
         """Returns the order index of the first sequence of `step`."""
         return int(self._order_indices(step, np.zeros(1, np.int64))[0])
 
+    def next_indices(self, step: int) -> list[int]:
+        """Returns the order index of each dataset's first sequence at or after `step`."""
+        return self._sequences.next_indices(max(0, self.first_index_of(step)))
+
     def order_range(self, step: int) -> tuple[int, int]:
         """Returns a step's range [first, end) of order indices over all processes."""
         last_in_batch = self.schedule.at(step).num_sequences - 1
@@ -219,6 +223,7 @@ class BatchSource:
     def _read(self, step: int) -> dict[str, np.ndarray]:
         """Reads, checks and masks the sequences of a step's shard; splits them into rows."""
         stage = self.schedule.at(step)
+        self._sequences.begin_step(max(0, self.first_index_of(step)))
         order_indices_B = self._shard_indices(step)
         arrays = self._sequences.read(order_indices_B)
         if self._max_token_id is not None:

@@ -123,24 +123,34 @@ class SequenceDataset(abc.ABC):
     Attributes:
       num_sequences: Length of the order; sys.maxsize if unbounded.
       has_documents: Batches hold positions and segment ids.
+      orders: The order of each dataset.
     """
 
     num_sequences: int
 
     def __init__(self, orders: Sequence[OrderedSequences]):
         """Initializes from the order of each dataset."""
-        self._orders = list(orders)
+        self.orders = list(orders)
         self.has_documents = any(order.slicer.has_documents for order in orders)
 
     @abc.abstractmethod
     def locate(self, order_index: int) -> tuple[int, int]:
         """Returns the index of a sequence's dataset, and its order index there."""
 
+    @abc.abstractmethod
+    def next_indices(self, order_index: int) -> list[int]:
+        """Returns the order index of each dataset's first sequence at or after an order index."""
+
+    def begin_step(self, order_index: int) -> None:
+        """Makes streams note their positions at the first sequence of a step over all processes."""
+        for order, index in zip(self.orders, self.next_indices(order_index), strict=True):
+            order.slicer.begin_step(order.sequence_index(index))
+
     def read(self, order_indices_B: np.ndarray) -> dict[str, np.ndarray]:
         """Reads sequences (int64 [B]) as fill_batch does; weights are 0 past the end."""
-        if len(self._orders) == 1:  # about 1.1 times as fast
+        if len(self.orders) == 1:  # about 1.1 times as fast
             rows_B = np.arange(len(order_indices_B))
-            part = self._orders[0].batch_part(order_indices_B, rows_B)
+            part = self.orders[0].batch_part(order_indices_B, rows_B)
             return fill_batch([part], self.has_documents)
         located = [self.locate(order_index) for order_index in order_indices_B.tolist()]
         located_B2 = np.array(located, np.int64).reshape(-1, 2)
@@ -149,13 +159,13 @@ class SequenceDataset(abc.ABC):
         parts = []
         for dataset in np.unique(dataset_B).tolist():
             rows = np.flatnonzero(dataset_B == dataset)
-            parts.append(self._orders[dataset].batch_part(order_index_B[rows], rows))
+            parts.append(self.orders[dataset].batch_part(order_index_B[rows], rows))
         return fill_batch(parts, self.has_documents)
 
     def origins(self, order_index: int) -> list[TokenOrigin]:
         """Returns which tokens of which documents form a sequence."""
         dataset, index_in_dataset = self.locate(order_index)
-        return self._orders[dataset].origins(index_in_dataset)
+        return self.orders[dataset].origins(index_in_dataset)
 
 
 class Mixture(SequenceDataset):
@@ -188,6 +198,16 @@ class Mixture(SequenceDataset):
             remaining_index -= index_in_dataset
         raise AssertionError("the last data set takes every row")
 
+    def next_indices(self, order_index: int) -> list[int]:
+        """Returns the order index of each dataset's first sequence at or after an order index."""
+        remaining_index = order_index
+        indices = []
+        for share in self._shares:
+            index_in_dataset = remaining_index * share >> _SHARE_BITS
+            indices.append(index_in_dataset)
+            remaining_index -= index_in_dataset
+        return indices
+
 
 class Concatenation(SequenceDataset):
     """Sequences of one dataset, or of several one after the other."""
@@ -201,9 +221,16 @@ class Concatenation(SequenceDataset):
     def locate(self, order_index: int) -> tuple[int, int]:
         """Returns the dataset of a sequence and its index there."""
         # Sequences past the end belong to the last dataset.
-        following = bisect.bisect_right(self._first_order_index, order_index, 1, len(self._orders))
+        following = bisect.bisect_right(self._first_order_index, order_index, 1, len(self.orders))
         dataset = following - 1
         return dataset, order_index - self._first_order_index[dataset]
+
+    def next_indices(self, order_index: int) -> list[int]:
+        """Returns the order index of each dataset's first sequence at or after an order index."""
+        return [
+            min(max(order_index - first, 0), order.num_sequences)
+            for order, first in zip(self.orders, self._first_order_index, strict=False)
+        ]
 
 
 class SyntheticSequences:
@@ -233,6 +260,13 @@ class SyntheticSequences:
             "targets": ids_BT1[:, 1:],
             "weights": np.ones((num_sequences, self._length), np.float32),
         }
+
+    def begin_step(self, order_index: int) -> None:
+        """Does nothing: there is no stream."""
+
+    def next_indices(self, order_index: int) -> list[int]:
+        """Returns an empty list: there are no datasets."""
+        return []
 
     def origins(self, order_index: int) -> list[TokenOrigin]:
         """Returns a description in place of a document."""

@@ -84,6 +84,13 @@ class SequenceSlicer(abc.ABC):
     def __len__(self) -> int:
         """Returns the number of sequences, each of which occurs once per epoch."""
 
+    def begin_step(self, sequence_index: int) -> None:
+        """Called before a step is read, with the first sequence of it or after it.
+
+        Only streams, which are read in order, need it.
+        """
+        return
+
     def token_ranges(
         self, sequence_indices_B: np.ndarray, random_bits_B: np.ndarray
     ) -> TokenRanges:

@@ -93,7 +93,7 @@ class TokenStore:
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
-        file_access.invalidate_cache(self.files)  # files may have been replaced
+        self.reopen()
         self.dtype = dtype
         self._documents = documents
         self._first_token = np.cumsum([0, *num_tokens])  # of each file, then the end
@@ -123,6 +123,10 @@ class TokenStore:
     def __len__(self) -> int:
         """Returns the number of tokens."""
         return int(self._first_token[-1])
+
+    def reopen(self) -> None:
+        """Makes the next read open the files again: they may have been replaced."""
+        file_access.invalidate_cache(self.files)
 
     @property
     def document_offsets(self) -> np.ndarray:

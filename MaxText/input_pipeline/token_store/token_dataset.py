@@ -9,6 +9,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.store import TokenStore, document_sizes
+from MaxText.input_pipeline.token_store.token_reader import MaskedTokenReader, TokenReader
 
 _HASHED_OFFSETS = 2**13  # offsets hashed at a time
 
@@ -26,9 +27,10 @@ class TokenDataset:
         another program slices training sequences; None for documents.
       labels: A store parallel to `store` with the id to predict at each position (already shifted),
         negative for none; None if targets are the next tokens.
+      loss_mask: `store`, if its tokens have a loss mask; None if all count as targets.
     """
 
-    store: TokenStore
+    store: TokenReader
     description: str
     fingerprint: str
     pad_id: int = 0  # padding id
@@ -40,6 +42,7 @@ class TokenDataset:
     unigram_entropy_nats: float | None = None  # nats per token
     record_length: int | None = None
     labels: TokenStore | None = None
+    loss_mask: MaskedTokenReader | None = None
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""

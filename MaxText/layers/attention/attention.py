@@ -380,6 +380,7 @@ class Attention(Mixer):
 
     def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         """Returns the values [B, T, K, H] of their inputs."""
+        assert self.value is not None, "with share_kv_projections values are the keys"
         return tag(self.value(v_BTD), "value_proj")
 
     def project_output(

@@ -12,7 +12,7 @@ import pytest
 
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources import source_files
-from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
+from MaxText.input_pipeline.document_sources.corpus import TextDocument, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.prepare.prepare import prepare
 from tests.input_pipeline.document_sources.written_corpora import (
@@ -56,18 +56,18 @@ def test_files_folders_and_patterns(tmp_path):
     source = f"{folder}, {folder}/*.py, {folder}/a.txt, {folder}/**/*.md"
     documents, skipped = read_documents(source, "body")
     assert documents == [
-        Document("text a", "a.txt", 0),
-        Document("text b", "below/b.md", 0),
-        Document("row 1", "d.jsonl", 0),
-        Document("row 2", "d.jsonl", 2),
-        Document("row \ufffd 3", "e.jsonl.gz", 0),
-        Document("one\n\ntwo", "e.jsonl.gz", 1),
-        Document("bare", "e.jsonl.gz", 2),
-        Document("text f", "f.txt.gz", 0),
-        Document("2", "g/part-2.txt", 0),
-        Document("10", "g/part-10.txt", 0),
-        *([Document("bytes in a name", "h\ufffd.txt", 0)] if sys.platform == "linux" else []),
-        Document("not taken from a folder", "c.py", 0),
+        TextDocument("text a", "a.txt", 0),
+        TextDocument("text b", "below/b.md", 0),
+        TextDocument("row 1", "d.jsonl", 0),
+        TextDocument("row 2", "d.jsonl", 2),
+        TextDocument("row \ufffd 3", "e.jsonl.gz", 0),
+        TextDocument("one\n\ntwo", "e.jsonl.gz", 1),
+        TextDocument("bare", "e.jsonl.gz", 2),
+        TextDocument("text f", "f.txt.gz", 0),
+        TextDocument("2", "g/part-2.txt", 0),
+        TextDocument("10", "g/part-10.txt", 0),
+        *([TextDocument("bytes in a name", "h\ufffd.txt", 0)] if sys.platform == "linux" else []),
+        TextDocument("not taken from a folder", "c.py", 0),
     ]
     assert skipped == {"empty": 2}
     corpus = open_corpus(source, "body")
@@ -105,7 +105,10 @@ def test_standard_library(tmp_path, monkeypatch):
     write(tmp_path / "lib", files)
     monkeypatch.setattr(source_files, "stdlib_root", lambda: tmp_path / "lib")
     documents, skipped = read_documents("python_stdlib")
-    assert documents == [Document("x = 'ä'\n", "a/c.py", 0), Document("import a\n", "b.py", 0)]
+    assert documents == [
+        TextDocument("x = 'ä'\n", "a/c.py", 0),
+        TextDocument("import a\n", "b.py", 0),
+    ]
     assert skipped == {"empty": 1, "not UTF-8": 1}
     assert "Python 3." in open_corpus("python_stdlib", "text").description
 

@@ -15,7 +15,7 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
-from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
+from MaxText.input_pipeline.document_sources.corpus import TextDocument, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.storage import tfrecord
@@ -32,7 +32,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 def read_documents(
     source: object, text_field: str = "text", shard_bytes: int = 2**26
-) -> tuple[list[Document], Counter[str]]:
+) -> tuple[list[TextDocument], Counter[str]]:
     skipped = Skipped()
     corpus = open_corpus(str(source), text_field, shard_bytes)
     return [document for unit in corpus.shards for document in unit.documents(skipped)], skipped
