@@ -330,14 +330,15 @@ def find_family(config: Config, requested: str, imported_as: Family | None = Non
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[requested]] if requested else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    fitting = [name for name, lines in mismatches.items() if not lines]
+    if fitting:
+        return FAMILIES[fitting[0]]
     block = config.model.shape.decoder_block
     nearest = min(
         mismatches,
         key=lambda name: (len(mismatches[name]), FAMILIES[name].decoder_block != block),
     )
     lines = mismatches[nearest]
-    if not lines:
-        return FAMILIES[nearest]
     first_line = f"no family matches this model. The nearest is {nearest}, but for:"
     if requested:
         first_line = f"family={requested} differs from this model:"
