@@ -23,6 +23,7 @@ from MaxText.conversion.family import (
 from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
+_TEXT_CONFIG = "text_config"
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -34,8 +35,36 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 }
 
 
+def text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config.json of the text model in that of a multimodal one; others as they are."""
+    family = _wrapped_family(config)
+    if family is None:
+        return config
+    outer_names = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    return {
+        **{name: config[name] for name in outer_names if config.get(name) is not None},
+        **(config.get(_TEXT_CONFIG) or {}),
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        # The head is the multimodal model's.
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _wrapped_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of the text model in a multimodal model; None for other models."""
+    wrapper = config.get("model_type")
+    families = [family for family in FAMILIES.values() if wrapper in family.wrappers]
+    text_config = config.get(_TEXT_CONFIG) or {}
+    text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
+    # Without a type of its own the text model is the first, as in transformers.
+    wrapped = [family for family in families if text_type in (None, family.model_type)]
+    return next(iter(wrapped), None)
+
+
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family named in a config.json; None if unknown."""
+    config = text_model(config)
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
@@ -77,6 +106,7 @@ def config_from_hf(
     Raises:
       UserError: With all values that cannot be imported.
     """
+    config = text_model(config)
     stored = config
     config = family.read_config(_flattened(config, family, source))
     requested_length = str(user_keys.get("max_target_length", ""))
@@ -232,7 +262,9 @@ def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[s
         name: value for name, value in config.items() if value is not None or name in with_null
     }
     if family.rotary is not None:
-        plain |= rotary_config.flattened(config, family.rotary, source)
+        length = next(setting for setting in settings if setting.name == rotary_config.LENGTH)
+        with_length = {rotary_config.LENGTH: length.default, **config}
+        plain |= rotary_config.flattened(with_length, family.rotary, source)
     return plain
 
 
@@ -298,14 +330,15 @@ def find_family(config: Config, requested: str, imported_as: Family | None = Non
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[requested]] if requested else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    fitting = [name for name, lines in mismatches.items() if not lines]
+    if fitting:
+        return FAMILIES[fitting[0]]
     block = config.model.shape.decoder_block
     nearest = min(
         mismatches,
         key=lambda name: (len(mismatches[name]), FAMILIES[name].decoder_block != block),
     )
     lines = mismatches[nearest]
-    if not lines:
-        return FAMILIES[nearest]
     first_line = f"no family matches this model. The nearest is {nearest}, but for:"
     if requested:
         first_line = f"family={requested} differs from this model:"

@@ -11,6 +11,8 @@ import jax
 import pytest
 from safetensors.numpy import load_file
 
+from MaxText.config.loading import load_config
+from MaxText.conversion.hf_config import config_from_hf, find_family, resolve_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import of_family_vectors
@@ -77,3 +79,21 @@ def test_numbers_of_transformers(case, tmp_path):
     assert written == stored | REWRITTEN.get(case, {})
     again, given = HFWeights(tmp_path / "out"), HFWeights(reference)
     assert (again.keys, again.family) == (given.keys, given.family)
+
+
+# Cases whose parts a family holds that comes first; others are exported as their own.
+NARROWER = {
+    "ernie4_5": "llama",
+    "seed_oss": "llama",
+    "phi3-window": "mistral",
+    "phi3-short": "llama",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_exported_as_the_narrowest_family(case):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    narrowest = find_family(load_config(**keys), "")
+    assert narrowest.model_type == NARROWER.get(case, family.model_type)
