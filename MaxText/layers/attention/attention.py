@@ -150,7 +150,8 @@ class Attention(Mixer):
             )
         self.sinks = None
         if attention.attention_sinks:
-            self.sinks = param(rngs, (N,), ("q_heads",), zeros, dtype=init.weight_dtype)
+            num_heads = self.heads(init.dimensions).num_query_heads
+            self.sinks = param(rngs, (num_heads,), ("q_heads",), zeros, dtype=init.weight_dtype)
         memory = functools.partial(
             param,
             rngs,
