@@ -43,7 +43,7 @@ _UNIT = "U"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class _TensorLayout:
     """Two patterns of the same numbers: of (a part of) a tensor, and of the parameters in it."""
 
     hf_axes: str  # for example "(N J H) D"
@@ -137,11 +137,11 @@ class WeightMapping:
         return "{expert}" in self.hf_name or "{head}" in self.hf_name
 
     @functools.cached_property
-    def _layouts(self) -> list[_Layout]:
+    def _layouts(self) -> list[_TensorLayout]:
         """The layout of each concatenated part: one, except for fused rows of several sizes."""
         patterns = list(zip(self.hf_axes.split("|"), self.param_axes.split("|"), strict=True))
         num_params = len(self.param_names) // len(patterns)
-        return [_Layout(hf.strip(), param.strip(), num_params) for hf, param in patterns]
+        return [_TensorLayout(hf.strip(), param.strip(), num_params) for hf, param in patterns]
 
     @property
     def ranks(self) -> list[int]:
