@@ -47,10 +47,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--nanogpt", help="folder of nanoGPT's model.py")
     options = parser.parse_args()
-    _, _, _, vocabulary, length, batch = options.sizes
+    layers, width, heads, vocabulary, length, batch = options.sizes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    layers, width, heads, vocabulary, length, _ = options.sizes
     model, loss_of = build(
         options.nanogpt,
         layers=layers,
