@@ -377,6 +377,10 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
+# Those that a part with an `attend` of its own does not read. It may read the scale.
+_READ_BY_SOFTMAX = ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
+
+
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
@@ -386,11 +390,8 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     reading_scores = with_softmax.union(*map(_base_mixers, with_softmax))
     for name, readers in _READ_BY.items():
         default = type(attention).model_fields[name].default
-        # A part that replaces the softmax may still read the scale, or have the gate.
-        of_scores = name in ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
-        if getattr(attention, name) == default:
-            continue
-        if not (reading_scores if of_scores else reading).intersection(readers):
+        names = reading_scores if name in _READ_BY_SOFTMAX else reading
+        if getattr(attention, name) != default and not names.intersection(readers):
             return ConfigIssue(
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
@@ -403,7 +404,8 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
 def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     mixers = set(config.model.mixers) - {"none"}
     is_alibi = config.model.position.position_embedding == "alibi"
-    if not mixers or not is_alibi or not all(map(_replaces_softmax, mixers)):
+    is_refused = "linear_attention" in mixers  # by the rule below
+    if not mixers or not is_alibi or is_refused or not all(map(_replaces_softmax, mixers)):
         return None
     return ConfigIssue(
         message="position_embedding=alibi lowers scores before a softmax, which mixer="
