@@ -120,7 +120,7 @@ class AttentionSpec:
         scores_BNTS: jax.Array,
         q_pos_BT: jax.Array,
         k_pos_BS: jax.Array,
-        heads_N: jax.Array,
+        heads_N: jax.Array | None,
     ) -> jax.Array:
         """Returns scores after what depends on positions: ALiBi and `score_hook`.
 
@@ -128,7 +128,7 @@ class AttentionSpec:
           scores_BNTS: Scores, scaled and soft-capped.
           q_pos_BT: Positions of the queries, as in `mask`.
           k_pos_BS: Positions of the keys.
-          heads_N: Indices of the query heads in the layer.
+          heads_N: Indices of the query heads in the layer; None without a score hook.
         """
         q_pos_B1T1 = q_pos_BT[:, None, :, None]
         k_pos_B11S = k_pos_BS[:, None, None, :]
@@ -136,6 +136,7 @@ class AttentionSpec:
             distance_B1TS = jnp.abs(q_pos_B1T1 - k_pos_B11S).astype(jnp.float32)
             scores_BNTS = scores_BNTS - self.slopes_N[:, None, None] * distance_B1TS
         if self.score_hook is not None:
+            assert heads_N is not None, self
             scores_BNTS = self.score_hook(
                 scores_BNTS, q_pos_B1T1, k_pos_B11S, heads_N[:, None, None]
             )
