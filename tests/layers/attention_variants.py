@@ -11,7 +11,7 @@ from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.model_sections import ModelConfig
 from MaxText.layers.attention.attention import Attention
 from MaxText.layers.params import Init, normal_fan_in, param
-from MaxText.layers.part import register
+from MaxText.layers.part import ForwardContext, register
 from tests.layers.attention_ideas import CHUNK, PREFIX, selective, softpick
 
 
@@ -78,3 +78,18 @@ class SelectiveAttention(Attention):
     def weights(self, scores_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
         """Returns the softmax of scores that earlier queries have lowered."""
         return selective(scores_BNTS, mask_B1TS)
+
+
+@register("mixer", "mean_attention")
+class MeanAttention(Attention):
+    """The mean of the values so far, by an `attend` of its own."""
+
+    has_softmax = False
+
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: ForwardContext
+    ) -> jax.Array:
+        """Returns the means, the same for all query heads of a key/value head."""
+        counts_T11 = jnp.arange(1, v_BTKH.shape[1] + 1)[:, None, None]
+        means_BTKH = jnp.cumsum(v_BTKH, axis=1) / counts_T11
+        return jnp.repeat(means_BTKH, q_BTNH.shape[2] // v_BTKH.shape[2], axis=2)

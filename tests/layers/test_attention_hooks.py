@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.config.problems import ConfigurationError
 from MaxText.config.registry import lookup
 from MaxText.conformance.checks import CHECKS
 from MaxText.conformance.subject import SIZES, Subject
@@ -206,3 +207,34 @@ def test_sinks_and_gated_output_of_a_layer():
         o = weights[:-1] / weights.sum() @ v[row, : t + 1, head // 2]
         expected[row, t] += o / (1 + np.exp(-gate[row, t, head])) @ w["out"]["kernel"][head]
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"attn_logits_soft_cap": 5.0}, "attn_logits_soft_cap is for layers with mixer"),
+        ({"num_mem_kv": 2}, "num_mem_kv is for layers with mixer"),
+        ({"attention_sinks": True}, "attention_sinks is for layers with mixer"),
+        ({"position_embedding": "alibi"}, "position_embedding=alibi lowers scores"),
+        ({"dropout_rates.attention": 0.1}, "dropout_rates.attention=0.1 drops probabilities"),
+        ({"attention_scale": 1.0, "attention_output_gate": True}, None),
+    ],
+)
+def test_keys_that_an_attend_of_its_own_does_not_read(keys, named, capsys):
+    tiny_config(**VARIANTS, **keys, mixer="mean_attention")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "mean_attention" in line]
+    assert [named in line for line in lines] == ([True] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "is_served"),
+    [("softpick_attention", False), ("distance_bias_attention", True), ("attention", True)],
+)
+def test_a_ring_is_refused_where_weights_need_all_scores(mixer, is_served):
+    keys = VARIANTS | {"mixer": mixer, "ici_context_parallelism": 2}
+    if is_served:
+        tiny_config(**keys, context_parallel_strategy="ring")
+        return
+    with pytest.raises(ConfigurationError, match="depend on all scores of a query"):
+        tiny_config(**keys, context_parallel_strategy="ring")
+    tiny_config(**keys)
