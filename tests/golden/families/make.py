@@ -142,7 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "sliding_window": 5,
         "rope_parameters": {
-            LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            LOCAL: {"rope_type": "default", "rope_theta": 500_000.0},
             GLOBAL: {**YARN, "attention_factor": 1.3},
         },
     },
