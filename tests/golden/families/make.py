@@ -238,9 +238,12 @@ def _make(case: str) -> None:
 
     model_type = case.partition("-")[0]
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | CASES[case]))
-    config._attn_implementation = "eager"
     config.dtype = torch.float32
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        .float()
+        .eval()
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         stored = load_file(f"{folder}/model.safetensors")
