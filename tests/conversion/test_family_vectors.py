@@ -47,7 +47,9 @@ REWRITTEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("-" in case)) for case in CASES]
+)
 def test_numbers_of_transformers(case, tmp_path):
     golden = of_family_vectors(case)
     reference, folder = tmp_path / "source", tmp_path / "run"
@@ -169,3 +171,22 @@ def test_a_multimodal_folder(tmp_path):
         assert weights.keys == plain.keys
         for name in weights.model.parameters:
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_heads_in_the_order_of_the_file(tmp_path):
+    """A model that rotates adjacent dimensions reads and writes them as they are."""
+    golden = of_family_vectors("glm4")
+    folder = golden.store(tmp_path / "hf", golden.parameters)
+    run(f"from=hf:{folder}", f"to={tmp_path / 'run'}", "rope_pairs=adjacent")
+    model, params = model_in_run(tmp_path / "run"), parameters_in_run(tmp_path / "run")
+    close(jax.jit(model.merge(params))(golden.batch), golden.logits, TRANSFORMERS.logits)
+    query = golden.parameters["model.layers.0.self_attn.q_proj.bias"].reshape(4, 8)
+    stored, row = model.stored(0, "self_attention/query/bias")
+    values = parameters_in_run(tmp_path / "run")
+    for name in stored.split("/"):
+        values = values[name]
+    np.testing.assert_array_equal(values if row is None else values[row], query)
+    run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}")
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
+    config = load_config(decoder_block="llama2", rope_pairs="adjacent", dataset_type="synthetic")
+    assert find_family(config, "").model_type == "ernie4_5"
