@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from MaxText.config.loading import load_config
 from MaxText.conversion.hf_config import config_from_hf, find_family, resolve_family
 from MaxText.conversion.hf_import import HFWeights
+from MaxText.errors import UserError
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.running import model_in_run, parameters_in_run, run
@@ -190,3 +191,17 @@ def test_heads_in_the_order_of_the_file(tmp_path):
     same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
     config = load_config(decoder_block="llama2", rope_pairs="adjacent", dataset_type="synthetic")
     assert find_family(config, "").model_type == "ernie4_5"
+
+
+def test_layers_of_a_kind_that_differ_are_refused():
+    keys = {
+        "decoder_block": "smollm3",
+        "base_num_decoder_layers": 4,
+        "layer_pattern": "GGAB",
+        "layer_kinds": {"G": {}, "A": {"rope_max_timescale": 5.0}, "B": {"ffn_bias": True}},
+        "dataset_type": "synthetic",
+    }
+    with pytest.raises(UserError) as caught:
+        find_family(load_config(**keys), "smollm3")
+    assert "rope_max_timescale=5.0 in some layers" in str(caught.value)
+    assert "ffn_bias=True in some layers" in str(caught.value)
