@@ -600,10 +600,10 @@ def table_names(family: Family) -> set[str]:
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
     if family.layers is not None:
         names |= family.layers.write(()).keys()
+    if family.rotary is not None:
+        names |= {rotary_config.OBJECT, *family.rotary.older_names}
     return names | {
         _MAXTEXT_OBJECT,
-        rotary_config.OBJECT,
-        "rope_scaling",
         "architectures",
         *(("model_type",) if family.has_model_type else ()),
     }

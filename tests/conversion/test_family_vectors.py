@@ -148,6 +148,20 @@ def test_rules_of_older_files_give_the_same_layers(case, rule):
     assert keys == config_from_hf(family, config_json, "here", {})
 
 
+@pytest.mark.parametrize("case", ["gemma3_text", "qwen2", "phi3-long"])
+def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
+    golden = of_family_vectors(case)
+    folder = write(tmp_path / "hf", older(golden.config_json), golden.parameters)
+    run(f"from=hf:{folder}", f"to={tmp_path / 'run'}")
+    run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    of_model = golden.config_json.keys() - NOT_OF_MODEL
+    assert {name: exported[name] for name in of_model} == {
+        name: golden.config_json[name] for name in of_model
+    }
+    assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
+
 def test_global_heads_as_published():
     config_json = of_family_vectors("gemma4_text").config_json
     family = resolve_family(config_json, "here")
