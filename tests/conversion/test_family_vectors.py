@@ -13,7 +13,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.config.loading import load_config
-from MaxText.conversion.hf_config import config_from_hf, find_family, resolve_family
+from MaxText.conversion.hf_config import (
+    config_from_hf,
+    find_family,
+    model_config_values,
+    resolve_family,
+    to_config_json,
+)
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from MaxText.training.objective import loss_sums
@@ -168,6 +174,29 @@ def test_global_heads_as_published():
     published = {"global_head_dim": 12, "num_global_key_value_heads": 1, "per_layer_config": None}
     keys = config_from_hf(family, config_json | published, "here", {})
     assert keys == config_from_hf(family, config_json, "here", {})
+
+
+def test_a_text_part_that_is_silent_about_its_sizes():
+    """As published: Gemma 3 of 4B leaves out what its class has by default."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config_json = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    imported = load_config(**keys)
+    preset = load_config(model_name="gemma3-4b", max_target_length=131_072)
+    assert model_config_values(imported)["vocab_size"] == 262_208
+    assert keys["layer_pattern"] == "(LLLLLG)LLLL"
+    written = [to_config_json(family, config) for config in (imported, preset)]
+    assert written[0] == written[1] | {"vocab_size": 262_208}
+    del text["num_hidden_layers"]
+    assert config_from_hf(family, config_json, "here", {})["layer_pattern"] == "(LLLLLG)LL"
 
 
 def test_a_multimodal_folder(tmp_path):
