@@ -134,7 +134,9 @@ def config_from_hf(
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{source}: config.json ({family.model_type}) cannot be imported:\n{lines}")
     if family.layers is not None and kinds.names:
-        keys |= layer_table.keys_of_layers(kinds.names, keys_by_kind, family.layers)
+        keys |= layer_table.keys_of_layers(
+            kinds.names, keys_by_kind, family.layers, family.all_choices
+        )
     keys |= user_keys
     return drop_unused_keys(keys, keys)
 
