@@ -45,6 +45,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama2",
         kinds("local", "global") | {"rope_type": "llama3.1", "attention": "dot_product"} | DROPS,
     ),
+    "sinks, gated output, local": (
+        "llama2",
+        kinds("local", "global")
+        | {"attention_sinks": True, "attention_output_gate": True, "base_num_kv_heads": 2},
+    ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
     "shared layer, scale norm": (
