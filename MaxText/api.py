@@ -153,8 +153,6 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
       **keys: Configuration keys to set, such as dtype="float32", or import_modules=["mine.py"] for
         weights with parts of your own.
 
-    Inside of a trace, such as an objective, it is called in `with jax.ensure_compile_time_eval():`.
-
     Raises:
       UserError: There are no weights, or they do not fit the configuration, or it is called inside
         of a trace without that.

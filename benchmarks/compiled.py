@@ -26,11 +26,12 @@ GHZ = {"v5e": 1.5, "v5p": 1.75, "v6e": 1.75}
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 KEYS = (
     "dataset_type=synthetic enable_checkpointing=false steps=10 dtype=bfloat16 scan_layers=true "
-    "attention=flash head_dim=128 mlp_activations=['silu','linear'] "
+    "attention=flash "
 )
 _SHAPE = (
     "decoder_block={0} base_emb_dim={1} base_num_query_heads={2} base_num_kv_heads={3} "
     "base_mlp_dim={4} base_num_decoder_layers={5} vocab_size={6} max_target_length={7} "
+    "head_dim=128 mlp_activations=['silu','linear'] "
 )
 MODELS = {
     "1.4b": _SHAPE.format("llama2", 2048, 16, 16, 5504, 24, 50432, 2048),
@@ -39,6 +40,9 @@ MODELS = {
     "70b": _SHAPE.format("llama2", 8192, 64, 8, 28672, 80, 32000, 4096),
     "8x7b": _SHAPE.format("llama2", 4096, 32, 8, 14336, 32, 32000, 4096)
     + "num_experts=8 num_experts_per_tok=2 capacity_factor=1.25 ",
+    # Presets of the same name on both sides.
+    "gemma3-27b": "model_name=gemma3-27b max_target_length=4096 ",
+    "olmo3-32b": "model_name=olmo3-32b max_target_length=4096 ",
 }
 # model, machine, slices, sequences per device, remat policy, other keys
 ROWS = (
@@ -62,6 +66,8 @@ ROWS = (
     ("70b", "v6e-256", 1, 1, "full", ""),
     ("8x7b", "v5p-64", 1, 2, "full", "ici_expert_parallelism=8"),
     ("8x7b", "v6e-64", 1, 1, "full", "ici_expert_parallelism=8"),
+    ("gemma3-27b", "v5p-128", 1, 2, "full", ""),
+    ("olmo3-32b", "v5p-128", 1, 2, "full", ""),
 )
 
 

@@ -15,7 +15,9 @@ import time
 import torch  # type: ignore
 
 
-def build(nanogpt: str | None, layers: int, width: int, heads: int, vocabulary: int, length: int):  # noqa: PLR0917
+def build(
+    nanogpt: str | None, *, layers: int, width: int, heads: int, vocabulary: int, length: int
+):
     """Returns the model and a function from ids and targets to the loss."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocabulary}
     if nanogpt:
@@ -45,10 +47,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--nanogpt", help="folder of nanoGPT's model.py")
     options = parser.parse_args()
-    _, _, _, vocabulary, length, batch = options.sizes
+    layers, width, heads, vocabulary, length, batch = options.sizes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    model, loss_of = build(options.nanogpt, *options.sizes[:-1])
+    model, loss_of = build(
+        options.nanogpt,
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocabulary=vocabulary,
+        length=length,
+    )
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     loss_of = torch.compile(loss_of)

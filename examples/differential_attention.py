@@ -6,11 +6,16 @@
 The queries and keys of each head are split in two halves; the values are whole. The norm is an
 RMSNorm of each head. differential_attention.yml uses it.
 
-Legend: B sequences, T query tokens, S key tokens, D emb_dim, N query heads, K key/value heads,
-G query heads of a key/value head, H head_dim, C the two halves, E half of H.
+The difference of two attentions is the attention of twice as many heads, followed by a difference
+of their outputs. So the halves become heads of their own in `project_inputs`, and the outputs are
+subtracted in `project_output`. Everything between is inherited: windows, documents, caches, flash
+and ring attention.
+
+Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, G query heads of a
+key/value head, H head_dim, C the two halves, E half of H.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +23,12 @@ from flax import nnx
 
 from MaxText.config.keys import Section, key
 from MaxText.config.layer_sections import Dimensions
-from MaxText.layers.dense import Dense
-from MaxText.layers.kv_cache import KeyValueCache
+from MaxText.config.model_sections import LayerConfig, ModelConfig
+from MaxText.layers.attention.attention import Attention, LocalAttention, MixerInput
+from MaxText.layers.attention.attention_core import AttentionSpec, Heads
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import Shape, param
-from MaxText.layers.part import (
-    Flops,
-    ForwardContext,
-    Init,
-    LayerIndex,
-    Mixer,
-    Scalars,
-    record,
-    register,
-    tag,
-)
+from MaxText.layers.part import ForwardContext, Init, LayerIndex, register
 from MaxText.layers.rotary import apply_rotary
 
 
@@ -44,31 +40,19 @@ class Keys(Section):
     )
 
 
-class Projections(NamedTuple):
-    """Queries, keys and values of some tokens."""
-
-    q_BTNH: jax.Array
-    k_BTKH: jax.Array
-    v_BTKH: jax.Array
-
-
 @register("mixer", "differential_attention", keys=Keys)
-class DifferentialAttention(Mixer):
-    """The difference of two softmax attentions, with less noise.
+class DifferentialAttention(Attention):
+    """The difference of two softmax attentions, with less noise."""
 
-    The decode state is a KeyValueCache, as that of ordinary attention.
-    """
+    has_memories = False
 
-    def __init__(self, config: Keys, init: Init, rngs: nnx.Rngs):
-        D, N, K, H = init.dimensions[:4]
-        draw = init.initializers
-        self.lambda_init = config.diff_lambda_init
-        key_axes = ("embed", "kv_heads", "kv")
-        self.query = Dense((D,), (N, H), ("embed", "q_heads", "kv"), draw.query, init, rngs)
-        self.key = Dense((D,), (K, H), key_axes, draw.key_value, init, rngs)
-        self.value = Dense((D,), (K, H), key_axes, draw.key_value, init, rngs)
-        out_axes = ("q_heads", "kv", "embed")
-        self.out = Dense((N, H), (D,), out_axes, draw.attention_output, init, rngs)
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(config, init, rngs)
+        keys = config.parts.of(type(self))
+        assert isinstance(keys, Keys)
+        H = init.dimensions.head_dim
+        self.lambda_init = keys.diff_lambda_init
+        self.num_kv_heads = init.dimensions.num_kv_heads
         self.lambdas = param(
             rngs,
             (2, 2, H // 2),  # q or k, half, E
@@ -78,93 +62,66 @@ class DifferentialAttention(Mixer):
         )
         self.norm = RMSNorm(H, 1e-5, init, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and no losses."""
-        projections = self._project(x_BTD, context)
-        return self._attend_to_sequence(projections, context), {}
+    @classmethod
+    def config_of(cls, layer: LayerConfig) -> ModelConfig:
+        """Returns the model's keys, which Attention reads."""
+        return layer.config
 
-    def prefill(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, KeyValueCache]:
-        """Returns the output of prompts, and a cache of their keys and values."""
-        projections = self._project(x_BTD, context)
-        y_BTD = self._attend_to_sequence(projections, context)
-        assert context.capacity is not None
-        cache = KeyValueCache.from_prefill(projections.k_BTKH, projections.v_BTKH, context.capacity)
-        return y_BTD, cache
+    @classmethod
+    def heads(cls, dimensions: Dimensions) -> Heads:
+        """Returns two heads of queries and keys for each head of values."""
+        return Heads(
+            num_query_heads=2 * dimensions.num_query_heads,
+            num_key_heads=2 * dimensions.num_kv_heads,
+            num_value_heads=dimensions.num_kv_heads,
+            key_width=dimensions.head_dim // 2,
+            value_width=dimensions.head_dim,
+        )
 
-    def decode_step(
-        self, x_BTD: jax.Array, state: KeyValueCache, context: ForwardContext
-    ) -> tuple[jax.Array, KeyValueCache]:
-        """Returns the output of new tokens, and the cache with their keys and values."""
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, context)
-        positions_BT = context.positions_BT
-        assert positions_BT is not None
-        state = state.append(k_BTKH, v_BTKH, positions_BT)
-        B, _, K, H = k_BTKH.shape
-        S = state.capacity
-        # The cache of a single sequence has no dimension B.
-        k_BKSH = state.keys.reshape(B, K, S, H)
-        v_BKSH = state.values.reshape(B, K, S, H)
-        seen_BTS = jnp.arange(S) <= positions_BT[:, :, None]
-        return self._attend(q_BTNH, k_BKSH, v_BKSH, seen_BTS, context), state
+    def project_inputs(
+        self, x: MixerInput, context: ForwardContext
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [B, T, 2N, E], keys [B, T, 2K, E] and values [B, T, K, H].
 
-    def _project(self, x_BTD: jax.Array, context: ForwardContext) -> Projections:
-        q_BTNH = tag(self.query(x_BTD), "query_proj")
-        k_BTKH = tag(self.key(x_BTD), "key_proj")
-        v_BTKH = tag(self.value(x_BTD), "value_proj")
-        if context.rotary is not None:
-            q_BTNH = _rotate_halves(q_BTNH, context.rotary)
-            k_BTKH = _rotate_halves(k_BTKH, context.rotary)
-        return Projections(q_BTNH, k_BTKH, v_BTKH)
-
-    def _attend_to_sequence(self, projections: Projections, context: ForwardContext) -> jax.Array:
-        """Returns the output [B, T, D] of whole sequences, causal and within documents."""
-        T = projections.q_BTNH.shape[1]
-        segments_BT = context.segments_BT
-        seen_BTS = jnp.tril(jnp.ones((1, T, T), bool))
-        if segments_BT is not None:
-            seen_BTS &= segments_BT[:, :, None] == segments_BT[:, None]
-        k_BKSH = projections.k_BTKH.swapaxes(1, 2)
-        v_BKSH = projections.v_BTKH.swapaxes(1, 2)
-        return self._attend(projections.q_BTNH, k_BKSH, v_BKSH, seen_BTS, context)
-
-    def _attend(
-        self,
-        q_BTNH: jax.Array,
-        k_BKSH: jax.Array,
-        v_BKSH: jax.Array,
-        seen_BTS: jax.Array,
-        context: ForwardContext,
-    ) -> jax.Array:
-        """Returns the output [B, T, D] (equations 1 to 3 of the paper).
-
-        Args:
-          q_BTNH: Queries.
-          k_BKSH: Keys.
-          v_BKSH: Values.
-          seen_BTS: Whether a query sees a key; B may be 1.
-          context: Facts about the batch, such as the index of the layer.
+        A half is rotated as a head of its own: every other frequency of the table for whole heads
+        is the table for heads half as wide.
         """
-        B, T, N, H = q_BTNH.shape
-        K, S = k_BKSH.shape[1:3]
-        E = H // 2
+        unrotated = dataclasses.replace(context, rotary=None)
+        q_BTNH, k_BTKH, v_BTKH = super().project_inputs(x, unrotated)
+        B, T, _, H = q_BTNH.shape
+        K = self.num_kv_heads
+        # Heads in the order (K, C, G), so that those of a half share keys.
+        q_BTKGCE = q_BTNH.reshape(B, T, K, -1, 2, H // 2)
+        q_BTNE = q_BTKGCE.swapaxes(3, 4).reshape(B, T, -1, H // 2)
+        k_BTKE = k_BTKH.reshape(B, T, 2 * K, H // 2)
+        if context.rotary is not None:
+            sin, cos = (angles[..., ::2] for angles in context.rotary)
+            q_BTNE = apply_rotary(q_BTNE, (sin, cos))
+            k_BTKE = apply_rotary(k_BTKE, (sin, cos))
+        return q_BTNE, k_BTKE, v_BTKH
+
+    def spec(self, context: ForwardContext) -> AttentionSpec:
+        """Returns the scores' computation; both halves of a head have its ALiBi slope."""
+        spec = super().spec(context)
+        if spec.slopes_N is None:
+            return spec
+        slopes_KCG = jnp.repeat(spec.slopes_N.reshape(self.num_kv_heads, 1, -1), 2, axis=1)
+        return dataclasses.replace(spec, slopes_N=slopes_KCG.reshape(-1))
+
+    def project_output(
+        self, o_BTNH: jax.Array, x: MixerInput, context: ForwardContext
+    ) -> jax.Array:
+        """Returns the output [B, T, D] of both attentions' outputs (equations 1 to 3)."""
         assert context.layer is not None
         lambda_init = self._lambda_init_of(context.layer)
         dots_C = jnp.sum(jnp.prod(self.lambdas[...].astype(jnp.float32), 0), -1)
         weight = jnp.exp(dots_C[0]) - jnp.exp(dots_C[1]) + lambda_init  # lambda
-        q_BTKGCE = q_BTNH.reshape(B, T, K, N // K, 2, E) * E**-0.5
-        k_BKSCE = k_BKSH.reshape(B, K, S, 2, E)
-        scores_BCKGTS = jnp.einsum(
-            "btkgce,bksce->bckgts", q_BTKGCE, k_BKSCE, preferred_element_type=jnp.float32
-        )
-        scores_BCKGTS = jnp.where(seen_BTS[:, None, None, None], scores_BCKGTS, -jnp.inf)
-        p_BCKGTS = jax.nn.softmax(scores_BCKGTS, axis=-1)
-        p_BKGTS = p_BCKGTS[:, 0] - weight * p_BCKGTS[:, 1]
-        record(p_BKGTS.reshape(B, N, T, S), "probabilities")
-        p_BKGTS = p_BKGTS.astype(v_BKSH.dtype)
-        o_BTKGH = tag(jnp.einsum("bkgts,bksh->btkgh", p_BKGTS, v_BKSH), "context")
-        o_BTNH = self.norm(o_BTKGH.reshape(B, T, N, H))
-        o_BTNH = o_BTNH * jnp.asarray(1 - lambda_init, o_BTNH.dtype)
-        return tag(self.out(o_BTNH), "out_proj")
+        B, T, _, H = o_BTNH.shape
+        o_BTKCGH = o_BTNH.reshape(B, T, self.num_kv_heads, 2, -1, H).astype(jnp.float32)
+        difference = o_BTKCGH[:, :, :, 0] - weight * o_BTKCGH[:, :, :, 1]
+        normed_BTNH = self.norm(difference.reshape(B, T, -1, H).astype(o_BTNH.dtype))
+        scaled_BTNH = normed_BTNH * jnp.asarray(1 - lambda_init, o_BTNH.dtype)
+        return super().project_output(scaled_BTNH, x, context)
 
     def _lambda_init_of(self, layer: LayerIndex) -> jax.Array | float:
         if self.lambda_init is not None:
@@ -172,36 +129,17 @@ class DifferentialAttention(Mixer):
         return 0.8 - 0.6 * jnp.exp(-0.3 * layer)
 
     @classmethod
-    def problem(cls, config: Keys, dimensions: Dimensions) -> str | None:
+    def problem(cls, config: ModelConfig, dimensions: Dimensions) -> str | None:
         """Returns why the size of heads is invalid, and on line 2 a remedy."""
         H = dimensions.head_dim
         if H % 4 == 0:
             return None
         return f"head_dim={H} is not a multiple of 4\nhead_dim={-(-H // 4) * 4}"
 
-    @classmethod
-    def flops(cls, config: Keys, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Returns FLOPs of the products of tokens with tokens, by row of the FLOPs table."""
-        per_key = 2.0 * dimensions.num_query_heads * dimensions.head_dim
-        product = Flops(per_key * length / 2, per_key * length)  # masked ones are executed, too
-        return {"attention scores": product, "attention values": product}
 
-    @classmethod
-    def state_bytes(
-        cls, config: Keys, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        """Returns bytes of the decode state per sequence: (per token, fixed)."""
-        return 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize, 0
-
-
-def _rotate_halves(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each half of a head as a head of its own.
-
-    Every other frequency of the table for whole heads is the table for heads half as wide.
-    """
-    sin, cos = (angles[..., ::2] for angles in table)
-    B, T, N, H = x_BTNH.shape
-    return apply_rotary(x_BTNH.reshape(B, T, 2 * N, H // 2), (sin, cos)).reshape(B, T, N, H)
+@register("mixer", "local_differential_attention")
+class LocalDifferentialAttention(LocalAttention, DifferentialAttention):
+    """Differential attention to the last `sliding_window_size` tokens."""
 
 
 def _small_normal(rng: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype) -> jax.Array:

@@ -29,10 +29,10 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.batch import Batch
 from MaxText.layers.part import Flops, Init, register
 from MaxText.training.model_objective import (
-    FrozenModel,
     Objective,
     ObjectiveContext,
     ObjectiveSums,
+    PretrainedModel,
     logits_of,
 )
 from MaxText.training.objective import cross_entropy
@@ -59,7 +59,7 @@ class Distillation(Objective):
         return None if config.teacher_path else "teacher_path is not set"
 
     @classmethod
-    def frozen_models(cls, config: Keys) -> dict[str, FrozenModel]:
+    def frozen_models(cls, config: Keys) -> dict[str, PretrainedModel]:
         """Returns the teacher."""
         return {"teacher": open_frozen_model(config.teacher_path, "teacher_path")}
 

@@ -36,6 +36,7 @@ _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
 _LOOP_CLOSED = "Event loop is closed"
 _GUARD = "guard"
+OBJECTIVE = "objective"  # parameters of an objective, by the name of the decoder's attribute
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
 
@@ -89,16 +90,28 @@ class CheckpointReader:
         return dataclasses.replace(abstract_state, **arrays)
 
     def restore_params(self, abstract_params: PyTree) -> PyTree:
-        """Restores the parameters alone; raises like the class."""
-        return self._restore(self._stored_params(), {"params": abstract_params})["params"]
+        """Restores the parameters alone; raises like the class.
+
+        Weights of an objective are no part of what the model computes. They are left out if the
+        checkpoint or the model has none, which was then trained with another objective.
+        """
+        return self._restore(*self._params(abstract_params))["params"]
 
     def check_params(self, abstract_params: PyTree) -> None:
         """Raises the mismatch errors of `restore_params` without reading arrays."""
-        self._find_casts(self._stored_params(), {"params": abstract_params})
+        self._find_casts(*self._params(abstract_params))
 
-    def _stored_params(self) -> dict[str, PyTree]:
+    def _params(self, abstract_params: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        """Returns the stored and the abstract parameters of `restore_params`."""
         tree, _ = read_tree(self.stored)
-        return {"params": tree["params"]} if "params" in tree else {}
+        if "params" not in tree:
+            return {}, {"params": abstract_params}
+        stored = dict(tree["params"])
+        abstract = dict(abstract_params)
+        if OBJECTIVE not in stored or OBJECTIVE not in abstract:
+            stored.pop(OBJECTIVE, None)
+            abstract.pop(OBJECTIVE, None)
+        return {"params": stored}, {"params": abstract}
 
     def _find_casts(self, tree: dict[str, PyTree], abstract_tree: dict[str, PyTree]) -> Casts:
         """Returns the arrays of the stored `tree` to cast; UserError if it does not fit."""

@@ -5,7 +5,9 @@ maps such a name to the mesh axes over which the dimension is sharded. Of severa
 the first applies whose mesh axes are still free.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
 
 from MaxText.config import values
 from MaxText.config.problems import close_matches
@@ -21,8 +23,6 @@ KNOWN_AXES = f"axes are {', '.join(MESH_AXES)}"
 
 # Pairs (logical name, mesh axes), the first with the highest priority.
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
-# The same as users may type it.
-_TYPED_RULES = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
@@ -30,28 +30,47 @@ def size_key(axis: str, network: str = "ici") -> str:
     return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 
+def _check_logical_name(name: str) -> str:
+    known_names = dict.fromkeys(known_name for known_name, _ in default_rules())
+    if name not in known_names:
+        nearest = close_matches(name, known_names) or known_names
+        raise ValueError(f"is not a logical name; nearest: {', '.join(nearest)}")
+    return name
+
+
+def _check_mesh_axis(axis: str) -> str:
+    if axis not in MESH_AXES:
+        raise ValueError("is not a mesh axis")
+    return axis
+
+
+def _check_distinct(axes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(axes)) != len(axes):
+        raise ValueError("names a mesh axis twice")
+    return axes
+
+
+def _with_one_axis(axes: Any) -> Any:
+    """Converts a mesh axis without brackets to a list of one."""
+    return (axes,) if isinstance(axes, str) else axes
+
+
+_LogicalName = Annotated[str, AfterValidator(_check_logical_name)]
+_MeshAxis = Annotated[str, AfterValidator(_check_mesh_axis)]
+_MeshAxes = Annotated[
+    tuple[_MeshAxis, ...], AfterValidator(_check_distinct), BeforeValidator(_with_one_axis)
+]
+# The type of what users set. The key's section cannot have it: registered parts add logical names.
+_CheckedRules = tuple[tuple[_LogicalName, _MeshAxes], ...]
+
+
 def parse(value: Any) -> Rules:
     """Parses MaxText's list of [name, axis], [name, [axes]], [name, null].
 
     Raises:
-      InvalidValueError: a name or axis is unknown, an axis is repeated, or the form is another.
+      InvalidValueError: names or axes are unknown, an axis is repeated, or the form is another.
     """
-    known_names = tuple(dict.fromkeys(name for name, _ in default_rules()))
-    rules = []
-    for name, typed_axes in values.convert(value, _TYPED_RULES):
-        is_one_axis = isinstance(typed_axes, str) and typed_axes
-        axes = (typed_axes,) if is_one_axis else tuple(typed_axes or ())
-        if name not in known_names:
-            close = ", ".join(close_matches(name, known_names) or known_names)
-            raise values.InvalidValueError(f"unknown logical name {name!r}; nearest: {close}")
-        if unknown := [axis for axis in axes if axis not in MESH_AXES]:
-            raise values.InvalidValueError(
-                f"{name}: unknown mesh axis {unknown[0]!r}; known: {', '.join(MESH_AXES)}"
-            )
-        if len(set(axes)) != len(axes):
-            raise values.InvalidValueError(f"{name}: a mesh axis is named twice in {list(axes)}")
-        rules.append((name, axes))
-    return tuple(rules)
+    return values.convert(value, _CheckedRules)
 
 
 def default_rules() -> Rules:

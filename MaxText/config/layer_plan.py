@@ -52,7 +52,7 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
         differ between layers, and InvalidValueError for a value of another type.
 
     Raises:
-      InvalidValueError: the first thing that is wrong.
+      InvalidValueError: all that is wrong.
     """
     if is_null(value) or value in ((), []):
         return LayerKinds()
@@ -61,22 +61,40 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
     if not isinstance(value, dict):
         raise InvalidValueError(f"{format_value(value)} is not {{letter: {{key: value}}}}")
     kinds = []
+    reasons: list[str] = []
     for letter, keys in value.items():
         if len(str(letter)) != 1 or str(letter) in "() ":
-            raise InvalidValueError(f"{format_value(letter)} is not one letter")
-        if not isinstance(keys, dict):
-            raise InvalidValueError(f"{letter}: {format_value(keys)} is not {{key: value}}")
-        typed = []
-        for name, key_value in _by_key(keys):
-            try:
-                typed.append((name, convert(name, key_value)))
-            except KeyError:
-                message = f"{letter}: {name} is not a key of a layer's parts"
-                raise InvalidValueError(message) from None
-            except InvalidValueError as error:
-                raise InvalidValueError(f"{letter}: {name}: {error}") from None
-        kinds.append((str(letter), tuple(typed)))
+            reasons.append(f"{format_value(letter)} is not one letter")
+        elif not isinstance(keys, dict):
+            reasons.append(f"{letter}: {format_value(keys)} is not {{key: value}}")
+        else:
+            key_reasons: list[str] = []
+            kinds.append((str(letter), _typed_keys(keys, convert, key_reasons)))
+            reasons += [f"{letter}: {reason}" for reason in key_reasons]
+    if reasons:
+        raise InvalidValueError.of(reasons)
     return LayerKinds(kinds)
+
+
+def _typed_keys(
+    keys: dict[Any, Any], convert: Callable[[str, Any], Any], reasons: list[str]
+) -> tuple[tuple[str, Any], ...]:
+    """Returns the keys of one letter with their values.
+
+    Args:
+      keys: Values by key, or by named section.
+      convert: As of `parse_kinds`.
+      reasons: Gets what is wrong with keys, which are then left out.
+    """
+    typed = []
+    for name, value in _by_key(keys):
+        try:
+            typed.append((name, convert(name, value)))
+        except KeyError:
+            reasons.append(f"{name} is not a key of a layer's parts")
+        except InvalidValueError as error:
+            reasons.append(f"{name}: {error}")
+    return tuple(typed)
 
 
 def _by_key(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -449,6 +449,10 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
+# Those that a part with an `attend` of its own does not read. It may read the scale.
+_READ_BY_SOFTMAX = ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
+
+
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
@@ -462,8 +466,7 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
         if attention_values[name] == defaults[name]:
             continue
         # A part that replaces the softmax may still read the scale, or have the gate.
-        is_of_scores = name in ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
-        reading_mixers = softmax_with_bases if is_of_scores else with_bases
+        reading_mixers = softmax_with_bases if name in _READ_BY_SOFTMAX else with_bases
         if not reading_mixers.intersection(readers):
             return ConfigIssue(
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
@@ -477,7 +480,8 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
 def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     mixers = set(config.model.mixers) - {"none"}
     is_alibi = config.model.position.position_embedding == "alibi"
-    if not mixers or not is_alibi or not all(map(_replaces_softmax, mixers)):
+    is_refused = "linear_attention" in mixers  # by the rule below
+    if not mixers or not is_alibi or is_refused or not all(map(_replaces_softmax, mixers)):
         return None
     return ConfigIssue(
         message="position_embedding=alibi lowers scores before a softmax, which mixer="
@@ -486,7 +490,7 @@ def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("dropout_rates", "dropout_rate", "attention_types", finds_unused=True)
+@rule("dropout_rates.attention", "dropout_rate", "attention_types", finds_unused=True)
 def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
     mixers = set(config.model.mixers) - {"none"}
     rate = config.model.dropout.dropout_rates.attention
@@ -495,7 +499,7 @@ def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | Non
     return ConfigIssue(
         message=f"dropout_rates.attention={rate:g} drops probabilities of a softmax, which mixer="
         f"{', '.join(sorted(mixers))} does not compute",
-        keys=("dropout_rates",),
+        keys=("dropout_rates.attention",),
     )
 
 

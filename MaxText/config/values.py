@@ -1,8 +1,8 @@
-"""Conversion of text and YAML nodes to typed values, and back to YAML.
+"""Reads text and YAML nodes, converts them to typed values with pydantic, and writes YAML.
 
 A plain (unquoted) YAML scalar stays text, `UntypedScalar`, until the type of the key is known: only
 then is it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quoted scalars
-are always strings.
+are always strings. `convert` decides it, with validators that stand before pydantic's own.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -45,7 +45,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What the widest integer format holds. No key counts further, and arithmetic with more digits
 # leaves what floats can hold.
 _LARGEST_INTEGER = 2**63 - 1
-# Of the wrong items of one list that a message has.
+# Of the wrong items of one value that a message has.
 _MAX_REASONS = 3
 _YAML_TAG = "tag:yaml.org,2002:"
 # Tags that YAML gives to nodes without a tag; the last two are of `<<` and `=`.
@@ -71,6 +71,14 @@ class UntypedScalar(str):
 
 class InvalidValueError(ValueError):
     """A value unfit for its key; the message completes 'key: ...'."""
+
+    @classmethod
+    def of(cls, reasons: Iterable[str]) -> Self:
+        """Returns the error of a value with which several things may be wrong, each said once."""
+        distinct = list(dict.fromkeys(reasons))
+        if len(distinct) > _MAX_REASONS:
+            distinct[_MAX_REASONS:] = [f"and {len(distinct) - _MAX_REASONS:,} more"]
+        return cls("; ".join(distinct))
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -167,10 +175,8 @@ def convert(value: Any, annotation: Any, constraints: tuple[Any, ...] = ()) -> A
     try:
         return _adapter(annotation, constraints).validate_python(value)
     except ValidationError as error:
-        reasons = list(dict.fromkeys(map(_reason, error.errors(include_url=False))))
-    if len(reasons) > _MAX_REASONS:
-        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS:,} more"]
-    raise InvalidValueError("; ".join(reasons))
+        reasons = map(_reason, error.errors(include_url=False))
+        raise InvalidValueError.of(reasons) from None
 
 
 # pydantic's type of an error -> what completes the sentence that begins with the value.

@@ -131,7 +131,7 @@ def find_problem(check: Check, subject: Any, file: str = "") -> Problem | None:
 
     Args:
       check: The check to run.
-      subject: The model with the part, or a SourceSubject.
+      subject: The model with the part (`Subject`), or a data source (`SourceSubject`).
       file: Path of the source file of the part.
     """
     try:

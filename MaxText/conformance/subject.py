@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
+from MaxText.config.training_sections import MeshConfig
 from MaxText.conformance.comparison import matmul_flops
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import make_sharding_plan
-from MaxText.training.model_objective import FrozenParams, read_frozen_params
+from MaxText.training.model_objective import read_frozen_params
 from MaxText.training.objective import loss_sums, loss_totals
 
 LENGTH = 12
@@ -81,6 +82,10 @@ class Subject:
         other = load_config(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, 2)
+        # What the objective reads and does not train. On the host, as several meshes use it.
+        sharding = make_sharding_plan(MeshConfig(), jax.devices()[:1])
+        frozen = read_frozen_params(self.models[0].config, sharding)
+        self.frozen = jax.tree.map(np.asarray, frozen)
         # This PRNG implementation compiles fast.
         self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
 
@@ -95,12 +100,6 @@ class Subject:
             return (scale + 0.2 * generator.normal(size=leaf.shape)).astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
-
-    @functools.cached_property
-    def frozen(self) -> FrozenParams:
-        """The parameters that the objective reads and does not train, on one device."""
-        sharding = make_sharding_plan(self.config.mesh, jax.devices()[:1])
-        return read_frozen_params(self.models[0].config, sharding)
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:

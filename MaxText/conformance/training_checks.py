@@ -77,11 +77,12 @@ def resume(subject: Subject) -> str | None:
     config = subject.load_config(learning_rate=0.01, steps=4)
     _, initialize, step = make_trainer(config)
     step = jax.jit(step)
-    state, _ = step(jax.jit(initialize)(jax.random.key(0)), subject.batch)
+    state, _ = step(jax.jit(initialize)(jax.random.key(0)), subject.batch, subject.frozen)
     saved = jax.tree.map(np.asarray, state)
-    continued, _ = step(state, subject.batch)
+    continued, _ = step(state, subject.batch, subject.frozen)
     resumed_step = jax.jit(make_trainer(config)[2])
-    resumed, _ = resumed_step(jax.tree.map(jnp.asarray, saved), subject.batch)
+    saved = jax.tree.map(jnp.asarray, saved)
+    resumed, _ = resumed_step(saved, subject.batch, subject.frozen)
     for name, continued_array, resumed_array in pair_arrays(continued, resumed):
         if not np.array_equal(continued_array, resumed_array):
             return f"{name} differs after a resumed step"

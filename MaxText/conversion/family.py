@@ -43,7 +43,7 @@ _UNIT = "U"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layout:
+class _Patterns:
     """Two patterns of the same numbers: of (a part of) a tensor, and of the parameters in it."""
 
     hf_axes: str  # for example "(N J H) D"
@@ -137,22 +137,22 @@ class WeightMapping:
         return "{expert}" in self.hf_name or "{head}" in self.hf_name
 
     @functools.cached_property
-    def _layouts(self) -> list[_Layout]:
+    def _patterns(self) -> list[_Patterns]:
         """The layout of each concatenated part: one, except for fused rows of several sizes."""
         patterns = list(zip(self.hf_axes.split("|"), self.param_axes.split("|"), strict=True))
         num_params = len(self.param_names) // len(patterns)
-        return [_Layout(hf.strip(), param.strip(), num_params) for hf, param in patterns]
+        return [_Patterns(hf.strip(), param.strip(), num_params) for hf, param in patterns]
 
     @property
     def ranks(self) -> list[int]:
         """The number of dimensions of each parameter, of one layer and one expert."""
-        per_part = [len(layout.param_axes.split()) for layout in self._layouts]
+        per_part = [len(layout.param_axes.split()) for layout in self._patterns]
         return per_part * (len(self.param_names) // len(per_part))
 
     def hf_shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Returns the shape of the tensor for parameters of `shapes`."""
         first, *others = (
-            layout.hf_shape(shape) for layout, shape in zip(self._layouts, shapes, strict=False)
+            layout.hf_shape(shape) for layout, shape in zip(self._patterns, shapes, strict=False)
         )
         return (first[0] + sum(other[0] for other in others), *first[1:])
 
@@ -171,12 +171,12 @@ class WeightMapping:
           The parameters in their order, as views where the order allows it.
         """
         lengths = [
-            layout.hf_shape(shape)[0] for layout, shape in zip(self._layouts, shapes, strict=False)
+            layout.hf_shape(shape)[0] for layout, shape in zip(self._patterns, shapes, strict=False)
         ]
         parts = np.split(tensor, np.cumsum(lengths)[:-1])
         arrays = [
             array
-            for layout, part, shape in zip(self._layouts, parts, shapes, strict=False)
+            for layout, part, shape in zip(self._patterns, parts, shapes, strict=False)
             for array in layout.split(part, shape)
         ]
         return [_to_halves(array, self.rotary_order, rotary_dims) for array in arrays]
@@ -184,9 +184,9 @@ class WeightMapping:
     def join(self, arrays: Sequence[np.ndarray], rotary_dims: int = 0) -> np.ndarray:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
         arrays = [_from_halves(array, self.rotary_order, rotary_dims) for array in arrays]
-        if len(self._layouts) == 1:
-            return self._layouts[0].join(arrays)
-        joined = zip(self._layouts, arrays, strict=True)
+        if len(self._patterns) == 1:
+            return self._patterns[0].join(arrays)
+        joined = zip(self._patterns, arrays, strict=True)
         return np.concatenate([layout.join([array]) for layout, array in joined])
 
 

@@ -218,6 +218,37 @@ def without_wrappers(
     return by_bare_name, sorted(removed)
 
 
+# Where multimodal models have the text model, and the names of its own: transformers 5, and before.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+
+
+def text_tensors(file_names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Finds the tensors of the text model in a multimodal model.
+
+    Args:
+        file_names: as in the files.
+
+    Returns:
+        File names by name in the text model alone, and groups of other tensors with their numbers,
+        such as ["vision_tower (12 tensors)"].
+    """
+    text_names: dict[str, str] = {}
+    others: collections.Counter[str] = collections.Counter()
+    for name in file_names:
+        bare = ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+        prefix = next((prefix for prefix in _TEXT_PREFIXES if bare.startswith(prefix)), None)
+        if prefix is None:
+            others[bare.removeprefix("model.").partition(".")[0]] += 1
+        else:
+            text_names[_TEXT_PREFIXES[prefix] + bare.removeprefix(prefix)] = name
+    return text_names, [f"{part} ({count} tensors)" for part, count in sorted(others.items())]
+
+
 def _prefix(name: str, expected: Collection[str]) -> str | None:
     """Returns the shortest prefix after which a name is an expected one, or None."""
     ends = [0, *(match.end() for match in re.finditer(r"\.", name))]

@@ -23,6 +23,7 @@ from MaxText.conversion.family import (
 from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
+_TEXT_CONFIG = "text_config"
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -34,8 +35,36 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 }
 
 
+def text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config.json of the text model in that of a multimodal one; others as they are."""
+    family = _wrapped_family(config)
+    if family is None:
+        return config
+    outer_names = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    return {
+        **{name: config[name] for name in outer_names if config.get(name) is not None},
+        **(config.get(_TEXT_CONFIG) or {}),
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        # The head is the multimodal model's.
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _wrapped_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family of the text model in a multimodal model; None for other models."""
+    wrapper = config.get("model_type")
+    families = [family for family in FAMILIES.values() if wrapper in family.wrappers]
+    text_config = config.get(_TEXT_CONFIG) or {}
+    text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
+    # Without a type of its own the text model is the first, as in transformers.
+    wrapped = [family for family in families if text_type in (None, family.model_type)]
+    return next(iter(wrapped), None)
+
+
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family named in a config.json; None if unknown."""
+    config = text_model(config)
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
@@ -77,6 +106,7 @@ def config_from_hf(
     Raises:
       UserError: With all values that cannot be imported.
     """
+    config = text_model(config)
     stored = config
     config = family.read_config(_flattened(config, family, source))
     requested_length = str(user_keys.get("max_target_length", ""))
@@ -232,7 +262,9 @@ def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[s
         name: value for name, value in config.items() if value is not None or name in with_null
     }
     if family.rotary is not None:
-        plain |= rotary_config.flattened(config, family.rotary, source)
+        length = next(setting for setting in settings if setting.name == rotary_config.LENGTH)
+        with_length = {rotary_config.LENGTH: length.default, **config}
+        plain |= rotary_config.flattened(with_length, family.rotary, source)
     return plain
 
 
@@ -297,15 +329,18 @@ def find_family(config: Config, requested: str, imported_as: Family | None = Non
         raise UserError(f"family={requested} has no table. Known here: {', '.join(FAMILIES)}.")
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[requested]] if requested else by_preference
-    mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
+    model = _model_values(config)
+    mismatches: dict[str, list[str]] = {}
+    for family in candidates:
+        mismatches[family.model_type] = _mismatches(family, model)
+        if not mismatches[family.model_type]:
+            return family
     block = config.model.shape.decoder_block
     nearest = min(
         mismatches,
         key=lambda name: (len(mismatches[name]), FAMILIES[name].decoder_block != block),
     )
     lines = mismatches[nearest]
-    if not lines:
-        return FAMILIES[nearest]
     first_line = f"no family matches this model. The nearest is {nearest}, but for:"
     if requested:
         first_line = f"family={requested} differs from this model:"
@@ -356,16 +391,44 @@ def absent_in_transformers(family: Family, config: Config) -> str:
     return "" if family.in_transformers else family.architecture
 
 
-def _mismatches(family: Family, config: Config) -> list[str]:
+class _ModelValues(NamedTuple):
+    """A model's keys in normalized form, computed once for all families.
+
+    Attributes:
+      config: The configuration.
+      values: Keys of the model as a whole.
+      layers: Its layers.
+      values_by_layer: Keys of each layer that differs from others.
+    """
+
+    config: Config
+    values: dict[str, Any]
+    layers: tuple[LayerConfig, ...]
+    values_by_layer: dict[LayerConfig, dict[str, Any]]
+
+
+def _model_values(config: Config) -> _ModelValues:
+    layers = config.model.layers
+    return _ModelValues(
+        config=config,
+        values=model_config_values(config),
+        layers=layers,
+        values_by_layer={
+            layer: model_config_values(config, layer) for layer in dict.fromkeys(layers)
+        },
+    )
+
+
+def _mismatches(family: Family, model: _ModelValues) -> list[str]:
     """Describes keys of a model with values that the family does not have."""
-    views = _views(family, config)
+    views = _views(family, model)
     written = _written(family, views)
-    own_keys = part_keys(family, config)
+    own_keys = part_keys(family, model.config)
     differences = [line for view in views for line in _part_differences(family, view, own_keys)]
     differences += [line for view in views for line in _setting_differences(family, view, written)]
     if family.layers is not None and all(view.kind is not None for view in views):
         try:
-            family.layers.write(_kind_names(family.layers, config))
+            family.layers.write(_kind_names(family.layers, model))
         except LayerTableError as error:
             differences.append(str(error))
     return list(dict.fromkeys(differences))
@@ -383,25 +446,18 @@ class _View(NamedTuple):
     values: dict[str, Any]
 
 
-def _views(family: Family, config: Config) -> list[_View]:
+def _views(family: Family, model: _ModelValues) -> list[_View]:
     """Returns the layers of a model: one view for all layers with the same keys."""
     if family.layers is None:
-        return [_View("", model_config_values(config))]
-    views = []
-    for layer in dict.fromkeys(config.model.layers):
-        values = model_config_values(config, layer)
-        kind = family.layers.kind_of(values)
-        views.append(_View(kind and kind.name, values))
-    return views
+        return [_View("", model.values)]
+    kinds = [(family.layers.kind_of(values), values) for values in model.values_by_layer.values()]
+    return [_View(kind and kind.name, values) for kind, values in kinds]
 
 
-def _kind_names(table: LayerTable, config: Config) -> list[str]:
+def _kind_names(table: LayerTable, model: _ModelValues) -> list[str]:
     """Returns the kind of each layer of a model that fits the family."""
-    kinds = {
-        layer: table.kind_of(model_config_values(config, layer))
-        for layer in set(config.model.layers)
-    }
-    return [kind.name for layer in config.model.layers if (kind := kinds[layer])]
+    kinds = {layer: table.kind_of(values) for layer, values in model.values_by_layer.items()}
+    return [kind.name for layer in model.layers if (kind := kinds[layer])]
 
 
 def _part_differences(family: Family, view: _View, own_keys: Mapping[str, Any]) -> list[str]:
@@ -514,14 +570,15 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     """Returns the config.json of a model that fits the family (`find_family`)."""
-    views = _views(family, config)
+    model = _model_values(config)
+    views = _views(family, model)
     result: dict[str, Any] = {"architectures": [family.architecture]}
     if family.has_model_type:
         result["model_type"] = family.model_type
     if family.auto_map:
         result["auto_map"] = dict(family.auto_map)
     if family.layers is not None:
-        result |= family.layers.write(_kind_names(family.layers, config))
+        result |= family.layers.write(_kind_names(family.layers, model))
     for setting, value in _written(family, views).items():
         if value is OMITTED:
             continue

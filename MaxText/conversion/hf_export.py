@@ -29,6 +29,7 @@ from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
+from MaxText.input_pipeline.tokenization.interface import read_json
 from MaxText.layers.batch import Batch
 from MaxText.layers.feed_forward.pattention import slot_place, slots_by_place
 from MaxText.storage.atomic import apply_umask
@@ -157,7 +158,7 @@ def write_safetensors(
     unwritten: dict[str, dict[str, np.ndarray]] = {}  # by file
     for name, tensor in tensors:
         file = split.tensor_to_filename[name]
-        unwritten.setdefault(file, {})[name] = np.ascontiguousarray(tensor)
+        unwritten.setdefault(file, {})[name] = np.asarray(tensor, order="C")
         if len(unwritten[file]) == len(split.filename_to_tensors[file]):
             # transformers refuses files without a format.
             save_file(unwritten.pop(file), folder / file, {"format": "pt"})
@@ -297,11 +298,15 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    config = read_json(folder / CONFIG)
+    is_multimodal = hf_config.text_model(config) is not config
+    kind = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        return model.eval()(input_ids=ids).logits.numpy()
 
 
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:

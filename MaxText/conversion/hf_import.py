@@ -21,9 +21,10 @@ from MaxText.conversion.hf_checkpoint import (
     CONFIG,
     TensorFiles,
     resolve_hf_path,
+    text_tensors,
     without_wrappers,
 )
-from MaxText.conversion.hf_config import config_from_hf, resolve_family
+from MaxText.conversion.hf_config import config_from_hf, resolve_family, text_model
 from MaxText.conversion.weight_source import (
     WeightSource,
     check_arrays,
@@ -251,8 +252,10 @@ class HFWeights(WeightSource):
         """
         self.folder = folder
         self.notes: list[str] = []
-        self.config_json = read_json(folder / CONFIG)
-        self.family = resolve_family(self.config_json, str(folder))
+        config_json = read_json(folder / CONFIG)
+        self.family = resolve_family(config_json, str(folder))
+        self.config_json = text_model(config_json)
+        self._is_multimodal = self.config_json is not config_json
         self.description = f"{folder} ({self.family.architecture})"
         self._build_model(user_keys or {})
         self.files = TensorFiles(folder, self.config_json)
@@ -285,7 +288,9 @@ class HFWeights(WeightSource):
         alternatives = {tensor.name: self._alternatives(tensor) for tensor in self.map.tensors}
         heads = self._tied_heads()
         expected = {name for names in alternatives.values() for name in names}.union(heads)
-        file_names, wrappers = without_wrappers(self.files.found, expected)
+        text_names = self._text_names()
+        file_names, wrappers = without_wrappers(text_names, expected)
+        file_names = {name: text_names[text_name] for name, text_name in file_names.items()}
         if wrappers:
             self.notes.append(
                 f"note: removed {', '.join(wrappers)} from the tensor names in {self.folder} "
@@ -317,6 +322,18 @@ class HFWeights(WeightSource):
             f"Check that {CONFIG} and the tensors belong together.",
         )
         return {name: file_names[candidates] for name, candidates in names.items()}
+
+    def _text_names(self) -> dict[str, str]:
+        """Returns the names in the files of the text model's tensors; notes those skipped."""
+        if not self._is_multimodal:
+            return {name: name for name in self.files.found}
+        text_names, others = text_tensors(self.files.found)
+        if others:
+            self.notes.append(
+                f"note: {self.folder} is a multimodal model, of which only the text model is read. "
+                f"Skipped: {', '.join(others)}"
+            )
+        return text_names
 
     def _check_constant(self, name: str, value: float) -> None:
         """Refuses a tensor with another number than that of the architecture, but for rounding."""

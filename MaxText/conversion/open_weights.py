@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.checkpointing import checkpoint_files, compatibility
-from MaxText.checkpointing.checkpoint_reader import CheckpointReader
+from MaxText.checkpointing.checkpoint_reader import OBJECTIVE, CheckpointReader
 from MaxText.checkpointing.compatibility import PyTree
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 from MaxText.conversion.hf_import import open_hf_weights
@@ -24,7 +24,7 @@ class InitialWeights(NamedTuple):
     metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
     folder: str
     step: int | None  # last completed training step, if known
-    read: Callable[[], PyTree]  # returns them on device
+    read: Callable[[], PyTree]  # returns them on device; without an objective's if it has none
 
 
 def open_pretrained(
@@ -93,9 +93,12 @@ def _open_hf(
         name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
         for name, spec in weights.model.parameters.items()
     }
+    stored_params = unflatten(stored_specs)
+    if OBJECTIVE not in stored_params:
+        abstract_params = {x: tree for x, tree in abstract_params.items() if x != OBJECTIVE}
     try:
         casts = compatibility.check_compatible(
-            {"params": unflatten(stored_specs)},
+            {"params": stored_params},
             {"params": abstract_params},
             compatibility.ConfigDiff(stored_flat, config_flat),
         )

@@ -13,6 +13,7 @@ from typing import Any
 from MaxText.errors import UserError
 
 OBJECT = "rope_parameters"
+LENGTH = "max_position_embeddings"
 _OLD_OBJECT = "rope_scaling"
 _THETA = "rope_theta"
 _FRACTION = "partial_rotary_factor"
@@ -49,7 +50,7 @@ def flattened(config: Mapping[str, Any], defaults: RotaryDefaults, source: str) 
     left out, but for `factor`: a null is the ratio of both lengths.
 
     Args:
-      config: Of config.json.
+      config: Of config.json, with the length.
       defaults: Of the family.
       source: Where config.json is from, for messages.
 
@@ -118,7 +119,7 @@ def _standardized(
     """Returns an object with the type and the original length that it means."""
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     rope_type = defaults.type_names.get(rope_type, rope_type)
-    length = config.get("max_position_embeddings")
+    length = config.get(LENGTH)
     if rope_type in _EXTENDED_TYPES:
         # A key of its own counts before one in the object, except where layers differ.
         original = None

@@ -93,6 +93,7 @@ class PartFlops:
     hardware_flops: float  # by the backend
     backward: int = 2  # backward FLOPs per forward FLOP
     between_tokens: bool = False  # whether tokens are multiplied with tokens or with a state
+    of_objective: bool = False  # whether an objective declares it: frozen models, further heads
 
     @property
     def training(self) -> float:
@@ -124,7 +125,7 @@ class FlopCount:
         return sum(
             part.training
             for part in self.parts
-            if not part.between_tokens and part.name != _AGGREGATION
+            if not part.between_tokens and not part.of_objective and part.name != _AGGREGATION
         )
 
     @property
@@ -136,6 +137,11 @@ class FlopCount:
     def aggregation(self) -> float:
         """Training FLOPs of sums over the outputs of earlier layers."""
         return 3 * sum(part.flops for part in self.parts if part.name == _AGGREGATION)
+
+    @property
+    def objective(self) -> float:
+        """Training FLOPs that the objective declares, besides those of its weights."""
+        return sum(part.training for part in self.parts if part.of_objective)
 
     @property
     def matmul_parameters(self) -> int:
@@ -158,12 +164,16 @@ class FlopCount:
         """Returns MaxText's line for a step of this many tokens per device."""
         weights = 100 * self.weights / self.per_token
         aggregation = 100 * self.aggregation / self.per_token
+        objective = 100 * self.objective / self.per_token
+        attention = 100 - weights - aggregation - objective
         line = (
             f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
-            f"learnable weight flops and {100 - weights - aggregation:.2f}% attention flops"
+            f"learnable weight flops and {attention:.2f}% attention flops"
         )
         if aggregation:
             line += f", and {aggregation:.2f}% depth aggregation"
+        if objective:
+            line += f", and {objective:.2f}% objective"
         return line
 
 
@@ -184,6 +194,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         flops_by_row.setdefault(entry.row, []).append(entry.flops)
     declared_entries = [entry for entry in entries if entry.is_declared]
     declared_rows = [entry.row for entry in declared_entries]
+    objective_rows = [entry.row for entry in declared_entries if entry.owner == "objective"]
     layer_rows = [entry.row for entry in declared_entries if entry.owner == "layers"]
     row_names = [*_BEGINNING, *layer_rows, *_END, *declared_rows, *parameters_by_row]
     parts = []
@@ -196,7 +207,10 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
                 flops=sum(flops.by_rule for flops in row_flops),
                 hardware_flops=sum(flops.hardware_flops or 0 for flops in row_flops),
                 backward=row_flops[-1].backward if row_flops else 2,
-                between_tokens=name in declared_rows and name != _AGGREGATION,
+                between_tokens=name in declared_rows
+                and name not in objective_rows
+                and name != _AGGREGATION,
+                of_objective=name in objective_rows,
             )
             parts.append(part)
     return FlopCount(sequence_length, tuple(parts), _recomputed(model.config, entries))

@@ -12,12 +12,12 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import platform
 from MaxText.training import backend_defaults
-from MaxText.training.model_objective import FrozenModel
+from MaxText.training.model_objective import PretrainedModel
 
 _log = logging.getLogger(__name__)
 
 
-def open_frozen_model(path: str, key: str) -> FrozenModel:
+def open_frozen_model(path: str, key: str) -> PretrainedModel:
     """Opens a trained model that an objective reads and does not train.
 
     The model has the configuration that is saved with its weights. `auto` is resolved for the
@@ -41,7 +41,7 @@ def open_frozen_model(path: str, key: str) -> FrozenModel:
 
 
 @functools.lru_cache(maxsize=16)
-def _opened(path: str, key: str, backend: str) -> FrozenModel:
+def _opened(path: str, key: str, backend: str) -> PretrainedModel:
     """Caches `open_frozen_model` for a platform, so that all of a run has one model."""
     config = _config_of(path, key)
     model_config, _ = backend_defaults.resolve_auto(config.model, backend)
@@ -51,7 +51,7 @@ def _opened(path: str, key: str, backend: str) -> FrozenModel:
         pretrained = open_pretrained(weights.path, key, abstract_params, flatten(config), _log.info)
         return pretrained.read()
 
-    return FrozenModel(Model(model_config), read, f"{key}={weights.folder}")
+    return PretrainedModel(Model(model_config), read, f"{key}={weights.folder}")
 
 
 def _config_of(path: str, key: str) -> Config:

@@ -90,6 +90,12 @@ def load_model(
     start_time = time.perf_counter()
     pretrained = open_pretrained(weights.path, weights.key, abstract, flatten(config), log)
     params = jax.block_until_ready(pretrained.read())
+    if params.keys() != model.abstract.keys():
+        raise UserError(
+            f"{pretrained.folder} has no weights of the objective loss_type="
+            f"{model_config.objective.loss_type}: it was trained with another one, which is used "
+            "if you do not set loss_type"
+        )
     print_notices(import_modules.changes(pretrained.metadata))
     log(
         f"{model.num_parameters:,} parameters of {pretrained.folder} in "

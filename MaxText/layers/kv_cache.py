@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from MaxText.layers.attention.attention_core import (
     AttentionSpec,
     PersistentKV,
+    TokenPairs,
     attend_square,
     prepend_memories,
 )
@@ -121,10 +122,12 @@ class KeyValueCache:
             self.keys,
             self.values,
             spec,
-            mask_BTS=mask_BTS,
-            q_pos_BT=positions_BT,
-            k_pos_BS=slots_1S,
-            num_memories=self.num_memories,
+            TokenPairs(
+                mask_BTS=mask_BTS,
+                q_pos_BT=positions_BT,
+                k_pos_BS=slots_1S,
+                num_memories=self.num_memories,
+            ),
         )
 
     @property
@@ -209,9 +212,7 @@ class SlidingWindowCache:
             keys_BKSH,
             values_BKSH,
             spec,
-            mask_BTS=mask_BTS,
-            q_pos_BT=positions_BT,
-            k_pos_BS=positions_BS,
+            TokenPairs(mask_BTS=mask_BTS, q_pos_BT=positions_BT, k_pos_BS=positions_BS),
         )
         new_BW = _ring_positions(positions_BT[:, -1] + 1, window)
         # New tokens stand behind the ring and overwrite their slots.

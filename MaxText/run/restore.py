@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.checkpoint_reader import CheckpointReader
+from MaxText.checkpointing.checkpoint_reader import OBJECTIVE, CheckpointReader
 from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import import_modules
@@ -166,9 +166,12 @@ def _load_parameters(
         config_flat=config_flat,
         log=log,
     )
-    # Drops the fresh parameters before reading the stored ones: one copy in memory.
-    state = dataclasses.replace(initialize(), params=None)
-    state = dataclasses.replace(state, params=weights.read())
+    # Drops the fresh parameters before reading the stored ones: one copy in memory. Those of an
+    # objective are kept, in case that the weights were trained with another one.
+    state = initialize()
+    params = {name: tree for name, tree in state.params.items() if name == OBJECTIVE}
+    state = dataclasses.replace(state, params=None)
+    state = dataclasses.replace(state, params=params | weights.read())
     return RestoreResult(
         state=state,
         first_step=0,

@@ -131,12 +131,13 @@ def train(
     from MaxText.evaluation.validation import make_eval_step, with_frozen
     from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.layers.batch import batch_shapes
-    from MaxText.training.model_objective import read_frozen_params
+    from MaxText.training.model_objective import frozen_lines, read_frozen_params
 
     batch_schedule = plan_batches(config, sharding)
     accumulation_steps = config.batch.gradient_accumulation_steps
     check_memory_lower_bound(setup, batch_schedule, len(devices), accumulation_steps)
     frozen = read_frozen_params(model.config, sharding)
+    details += frozen_lines(model.config, sharding)
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options, setup.abstract_frozen

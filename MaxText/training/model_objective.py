@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
+from MaxText.config.problems import InvalidCombinationError
 from MaxText.config.registry import lookup
+from MaxText.errors import UserError
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
@@ -47,7 +49,7 @@ class ObjectiveSums(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FrozenModel:
+class PretrainedModel:
     """A trained model that an objective reads and that is never trained, such as a teacher.
 
     `MaxText.inference.frozen_model.open_frozen_model` opens one from a checkpoint. Its parameters
@@ -192,7 +194,7 @@ class Objective(Part):
         return {}
 
     @classmethod
-    def frozen_models(cls, config: Any) -> dict[str, FrozenModel]:
+    def frozen_models(cls, config: Any) -> dict[str, PretrainedModel]:
         """Returns the models that it reads and does not train, by name.
 
         Args:
@@ -214,7 +216,7 @@ def objective_config(config: ModelConfig) -> Any:
     return objective.config_of(LayerConfig(config, config.shape.dimensions))
 
 
-def frozen_models(config: ModelConfig) -> dict[str, FrozenModel]:
+def frozen_models(config: ModelConfig) -> dict[str, PretrainedModel]:
     """Returns the frozen models of a model's objective, by name."""
     objective = objective_class(config)
     return {} if objective is None else objective.frozen_models(objective_config(config))
@@ -226,13 +228,32 @@ def abstract_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[
     Args:
       config: Of the model that is trained, with `auto` resolved.
       sharding: Of the mesh.
+
+    Raises:
+      UserError: A frozen model does not fit the pipeline stages of the mesh.
     """
     with axis_rules(sharding.mesh, sharding.rules):
-        models = {name: frozen.model for name, frozen in frozen_models(config).items()}
+        models = frozen_models(config)
+    for name, frozen in models.items():
+        _check_stages(name, frozen, sharding)
     return {
-        name: sharding.with_shardings(model.abstract, model.parameters)
-        for name, model in models.items()
+        name: sharding.with_shardings(frozen.model.abstract, frozen.model.parameters)
+        for name, frozen in models.items()
     }
+
+
+def _check_stages(name: str, frozen: PretrainedModel, sharding: ShardingPlan) -> None:
+    """Raises UserError if a frozen model cannot run on the pipeline stages of a mesh."""
+    num_stages = sharding.mesh.shape["stage"]
+    if num_stages == 1:
+        return
+    try:
+        frozen.model.config.pipeline_schedule(num_stages)
+    except InvalidCombinationError as error:
+        raise UserError(
+            f"{name} ({frozen.source}) runs on the mesh of the model that is trained, and does not "
+            f"fit its {num_stages} pipeline stages: {error}"
+        ) from error
 
 
 def read_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[str, Params]:
@@ -249,6 +270,16 @@ def read_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[str,
     with axis_rules(sharding.mesh, sharding.rules):
         models = frozen_models(config)
     return {name: frozen.read(abstract[name]) for name, frozen in models.items()}
+
+
+def frozen_lines(config: ModelConfig, sharding: ShardingPlan) -> list[str]:
+    """Returns a line about each frozen model, for the log of a run."""
+    with axis_rules(sharding.mesh, sharding.rules):
+        models = frozen_models(config)
+    return [
+        f"{name}: {frozen.source}, {frozen.model.num_parameters:,} parameters, not trained"
+        for name, frozen in models.items()
+    ]
 
 
 def _split_length(x_BT: jax.Array, num_chunks: int) -> jax.Array:

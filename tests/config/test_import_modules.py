@@ -163,6 +163,24 @@ def test_its_keys_are_keys(mine, answer, monkeypatch):
     assert "my_width=9\n  set by: environment" in answer("--why", "my_width")
 
 
+def test_its_keys_may_have_validators(tmp_path, answer):
+    (tmp_path / "mine.py").write_text(
+        "from typing import Annotated\n"
+        "from pydantic import AfterValidator\n"
+        "def even(number):\n"
+        "    if number % 2:\n"
+        "        raise ValueError('is odd')\n"
+        "    return number\n"
+        + PART.replace("my_width: int", "my_width: Annotated[int, AfterValidator(even)]").replace(
+            "key(3", "key(4"
+        )
+    )
+    words = ("import_modules=mine.py", "mixer=mine")
+    assert "\nmy_width: 6  # command line\n" in answer("--show-config", *words, "my_width=6")
+    assert "my_width: 7 is odd\n" in answer(*words, "my_width=7", code=2)
+    assert "my_width: 0 is not >= 1\n" in answer(*words, "my_width=0", code=2)
+
+
 def test_without_the_module_they_are_unknown(answer):
     assert "my_width: unknown key" in answer("--why", "my_width", code=2)
     assert "mixer: 'mine' is not among the choices" in answer("mixer=mine", code=2)

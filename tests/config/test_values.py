@@ -133,6 +133,11 @@ def test_python_values():
         ("dropout_rates.embedding=1", "1.0 is not < 1"),
         ("max_to_keep=0", "0 is not >= 1"),
         ("head_dim=0", "0 is not allowed"),
+        (
+            "layer_kinds={A: {head_dim: 0, mixer: x}, BB: {}, C: {steps: 3}}",
+            "A: head_dim: 0 is not allowed; A: mixer: 'x' is not among the choices; "
+            "'BB' is not one letter; and 1 more",
+        ),
         ("scan_layers=2", "'2' is not one of auto or true or false"),
     ],
 )

@@ -224,14 +224,15 @@ def write(folder: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(
-        {k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "model.safetensors"
+        {k: np.asarray(v, order="C") for k, v in tensors.items()}, folder / "model.safetensors"
     )
     return folder
 
 
 def same_bits(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """Asserts the same names, formats and bits."""
+    """Asserts the same names, shapes, formats and bits."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape, name
         assert found[name].dtype == tensor.dtype, name
         assert found[name].tobytes() == tensor.tobytes(), name

@@ -8,15 +8,18 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from MaxText.config.loading import load_config
+from MaxText.conversion.hf_config import config_from_hf, find_family, resolve_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.running import model_in_run, parameters_in_run, run
-from tests.conversion.small_folders import same_bits
-from tests.golden.families.make import CASES
+from tests.conversion.small_folders import same_bits, write
+from tests.golden.families.make import CASES, GLOBAL, LOCAL
 from tests.layers.test_golden import TRANSFORMERS, close, close_gradients
 
 # In config.json of transformers, and no part of the model.
@@ -44,7 +47,9 @@ REWRITTEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * ("-" in case)) for case in CASES]
+)
 def test_numbers_of_transformers(case, tmp_path):
     golden = of_family_vectors(case)
     reference, folder = tmp_path / "source", tmp_path / "run"
@@ -77,3 +82,111 @@ def test_numbers_of_transformers(case, tmp_path):
     assert written == stored | REWRITTEN.get(case, {})
     again, given = HFWeights(tmp_path / "out"), HFWeights(reference)
     assert (again.keys, again.family) == (given.keys, given.family)
+
+
+# Cases whose parts a family holds that comes first; others are exported as their own.
+NARROWER = {
+    "ernie4_5": "llama",
+    "seed_oss": "llama",
+    "phi3-window": "mistral",
+    "phi3-short": "llama",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_exported_as_the_narrowest_family(case):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    narrowest = find_family(load_config(**keys), "")
+    assert narrowest.model_type == NARROWER.get(case, family.model_type)
+
+
+def older(config_json: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as versions of transformers before 5 wrote it."""
+    config = {name: value for name, value in config_json.items() if name != "rope_parameters"}
+    parameters = dict(config_json["rope_parameters"])
+    if GLOBAL in parameters:
+        config["rope_local_base_freq"] = parameters[LOCAL]["rope_theta"]
+        parameters = dict(parameters[GLOBAL])
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in parameters:
+            config[name] = parameters.pop(name)
+    is_scaled = parameters["rope_type"] != "default"
+    return config | {"rope_scaling": parameters if is_scaled else None}
+
+
+# Each kind of layer has more than older files can say.
+ONLY_NEWER = ("gemma4_text", "gemma4_text-plain")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
+def test_older_files_are_read_alike(case):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, older(config_json), "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        ("gemma2", {}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("olmo3", {}),
+        ("cohere2", {"sliding_window_pattern": 4}),
+        ("exaone4", {"sliding_window_pattern": 2}),
+        ("qwen2", {}),
+        ("smollm3-interval", {"no_rope_layers": None}),
+    ],
+)
+def test_rules_of_older_files_give_the_same_layers(case, rule):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json | {"layer_types": None} | rule, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
+
+
+def test_global_heads_as_published():
+    config_json = of_family_vectors("gemma4_text").config_json
+    family = resolve_family(config_json, "here")
+    published = {"global_head_dim": 12, "num_global_key_value_heads": 1, "per_layer_config": None}
+    keys = config_from_hf(family, config_json | published, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
+
+
+def test_a_multimodal_folder(tmp_path):
+    golden = of_family_vectors("gemma3_text")
+    text = {name: value for name, value in golden.config_json.items() if name != "model_type"}
+    config_json = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    vision = {"model.vision_tower.a.weight": np.zeros(3, np.float32)}
+    for prefix in ("model.language_model.", "language_model.model."):
+        tensors = {
+            prefix + name.removeprefix("model."): tensor
+            for name, tensor in golden.parameters.items()
+        }
+        weights = HFWeights(write(tmp_path / prefix, config_json, tensors | vision))
+        assert "only the text model is read. Skipped: vision_tower (1 tensors)" in weights.notes[0]
+        plain = HFWeights(write(tmp_path / "plain", golden.config_json, golden.parameters))
+        assert weights.keys == plain.keys
+        for name in weights.model.parameters:
+            np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_heads_in_the_order_of_the_file(tmp_path):
+    """A model that rotates adjacent dimensions reads and writes them as they are."""
+    golden = of_family_vectors("glm4")
+    folder = golden.store(tmp_path / "hf", golden.parameters)
+    run(f"from=hf:{folder}", f"to={tmp_path / 'run'}", "rope_pairs=adjacent")
+    model, params = model_in_run(tmp_path / "run"), parameters_in_run(tmp_path / "run")
+    close(jax.jit(model.merge(params))(golden.batch), golden.logits, TRANSFORMERS.logits)
+    query = golden.parameters["model.layers.0.self_attn.q_proj.bias"].reshape(4, 8)
+    stored, row = model.stored(0, "self_attention/query/bias")
+    values = parameters_in_run(tmp_path / "run")
+    for name in stored.split("/"):
+        values = values[name]
+    np.testing.assert_array_equal(values if row is None else values[row], query)
+    run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}")
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
+    config = load_config(decoder_block="llama2", rope_pairs="adjacent", dataset_type="synthetic")
+    assert find_family(config, "").model_type == "ernie4_5"

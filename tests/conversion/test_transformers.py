@@ -4,11 +4,15 @@ import json
 
 import pytest
 
+from MaxText.conversion.families import FAMILIES
+from MaxText.conversion.hf_config import config_from_hf
 from MaxText.conversion.hf_export import verify
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError
 from tests.conversion.running import run
 from tests.conversion.test_tables import SCALINGS
+from tests.golden.families.make import CASES
+from tests.golden.families.make import SIZES as FAMILY_SIZES
 
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
@@ -71,8 +75,12 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def saved(model_type, folder, dtype="float32", changes=None, **how):
+    return saved_model(model_type, MODELS[model_type] | (changes or {}), folder, dtype, **how)
+
+
+def saved_model(model_type, fields, folder, dtype="float32", **how):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **(MODELS[model_type] | (changes or {})))
+    config = transformers.AutoConfig.for_model(model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,6 +109,92 @@ def test_both_ways_agree(model_type, tmp_path):
     assert loaded.state_dict().keys() == wanted.keys()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_families_agree_both_ways(case, tmp_path):
+    fields = FAMILY_SIZES | CASES[case]
+    original = saved_model(case.partition("-")[0], fields, tmp_path / "hf")
+    verified(f"hf:{tmp_path / 'hf'}", tmp_path / "run")
+    verified(tmp_path / "run", f"hf:{tmp_path / 'again'}")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    wanted = original.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+SILENT = {
+    "vocab_size": 64,
+    "hidden_size": 512,
+    "intermediate_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+}
+WINDOWS = {
+    "sliding_window": 7,
+    "use_sliding_window": True,
+    "max_window_layers": 3,
+    "sliding_window_pattern": 3,
+}
+BASES = {"rope_theta": 77.0, "rope_local_base_freq": 55.0, "rotary_emb_base": 66.0}
+OLD_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 4096}
+
+
+def read_both(family, config):
+    """The keys of a config.json, and those of what transformers makes of it."""
+    of_class = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    newer = json.loads(of_class.to_json_string(use_diff=False))
+    return [config_from_hf(family, version, "here", {}) for version in (config, newer)]
+
+
+@pytest.mark.parametrize("model_type", sorted({case.partition("-")[0] for case in CASES}))
+def test_silent_and_older_files_mean_what_they_mean_in_transformers(model_type):
+    family = FAMILIES[model_type]
+    silent = SILENT | {"model_type": model_type}
+    if model_type == "gemma4_text":
+        silent |= {"hidden_size_per_layer_input": 0}
+    scaling = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}
+    yarn = OLD_YARN | {"rope_scaling": OLD_YARN["rope_scaling"] | scaling}
+    versions = [silent, silent | WINDOWS]
+    if model_type != "ministral3":  # its class fails without llama_4_scaling_beta
+        versions.append(silent | BASES)
+    if model_type not in ("phi3", "gemma4_text"):
+        versions.append(silent | yarn)
+    for config in versions:
+        older, newer = read_both(family, config)
+        assert older == newer
+    if model_type not in ("cohere2", "stablelm"):  # whose heads share the width
+        older, newer = read_both(family, silent | {"num_key_value_heads": 4, "head_dim": 24})
+        assert older == newer
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text_type"),
+    [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")],
+)
+def test_the_text_part_of_a_multimodal_model(model_type, text_type, tmp_path):
+    vision = {
+        "model_type": {"gemma3": "siglip_vision_model"}.get(model_type, "pixtral"),
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    if model_type == "mistral3":
+        vision |= {"head_dim": 8}
+    text = FAMILY_SIZES | {"model_type": text_type, "head_dim": 8, "sliding_window": 5}
+    fields = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    said = run(f"from=hf:{tmp_path / 'hf'}", f"to={tmp_path / 'run'}", "--verify")
+    assert "of which only the text model is read. Skipped: multi_modal_projector (" in said
+    verified(tmp_path / "run", f"hf:{tmp_path / 'again'}")
+    assert HFWeights(tmp_path / "again").config_json["model_type"] == text_type
 
 
 @pytest.mark.parametrize(

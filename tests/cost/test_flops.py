@@ -13,7 +13,12 @@ from MaxText.conformance.comparison import matmul_flops
 from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
 from MaxText.formatting import parameter_table
 from MaxText.layers.assembly.model import Model
-from MaxText.layers.attention.attention import average_keys_computed, average_keys_visible
+from MaxText.layers.attention.attention import (
+    Attention,
+    LocalAttention,
+    average_keys_computed,
+    average_keys_visible,
+)
 from MaxText.layers.part import Flops
 from MaxText.training.objective import loss_sums
 from tests.layers.test_conformance import sums_as_products
@@ -247,7 +252,11 @@ def test_keys_by_rule():
     ],
 )
 def test_keys_multiplied(section, length, window, keys):
-    assert average_keys_computed(AttentionConfig(**section), length, window) == keys
+    mixer = Attention
+    if window is not None:
+        mixer = LocalAttention
+        section = section | {"sliding_window_size": window}
+    assert average_keys_computed(mixer, AttentionConfig(**section), length) == keys
 
 
 def cost_of(**keys):

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.special
 from tokenizers import normalizers
 
 from MaxText.config.data_sections import PreparationConfig
@@ -237,22 +238,31 @@ def test_masked_accuracy_against_a_count(folder):
     assert f"{source_score.masked_accuracy:.4f}" in shown
 
 
-def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
+def test_another_objective_has_a_loss_of_its_own_and_lm_loss_beside_it(trained, folder):
     (plain,) = score(trained, folder)
     assert "masked accuracy" not in source_table([plain])
     assert "masked_accuracy" not in plain.to_json()
     keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "base_num_decoder_layers": 1}
     sparse = tiny_trained(loss_type="entmax", entmax_alpha=1.5, **keys)
     (source_score,) = score(sparse, folder)
-    expected = 0.0
+    expected = nats = 0.0
     for batch in batches_of(folder):
-        losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
+        logits_BTV = sparse.model.merge(sparse.params)(batch)
+        losses_BT = entmax_loss(logits_BTV, batch.targets_BT, 1.5)
         expected += float((losses_BT * batch.loss_mask_BT).sum())
-    np.testing.assert_allclose(source_score.loss, expected / source_score.num_targets, rtol=1e-5)
+        log_p_BTV = scipy.special.log_softmax(np.asarray(logits_BTV, float), axis=-1)
+        log_p_BT = np.take_along_axis(log_p_BTV, np.asarray(batch.targets_BT)[..., None], -1)
+        nats -= float((log_p_BT[..., 0] * batch.loss_mask_BT).sum())
+    num_targets = source_score.num_targets
+    np.testing.assert_allclose(source_score.loss, expected / num_targets, rtol=1e-5)
+    np.testing.assert_allclose(source_score.lm_loss, nats / num_targets, rtol=1e-5)
     row = total_score([source_score]).to_json()
     assert row["loss_type"] == "entmax"
-    assert [row[name] for name in ("perplexity", "bits_per_byte", "nats")] == [None] * 3
-    assert "loss of entmax per token" in source_table([source_score])
+    np.testing.assert_allclose(row["perplexity"], np.exp(nats / num_targets), rtol=1e-4)
+    np.testing.assert_allclose(row["bits_per_byte"], nats / math.log(2) / row["bytes"], rtol=1e-5)
+    shown = source_table([source_score])
+    assert f" {source_score.loss:.4f}  {source_score.lm_loss:.4f} " in shown
+    assert "loss of entmax and lm_loss in nats per token" in shown
 
 
 def test_labels_cannot_be_moved(trained, tmp_path):

@@ -126,7 +126,7 @@ def test_differential_attention(keys):
         layer=3,
         rotary=rotary_table(jnp.asarray(positions), 8, config.model.position),
     )
-    actual, scalars = jax.jit(lambda x: mixer(x, context))(x)
+    actual, scalars = jax.jit(lambda x: mixer((x, x, x), context))(x)
     assert scalars == {}
 
     w = jax.tree.map(lambda leaf: leaf.astype(np.float64), one["self_attention"])
@@ -157,6 +157,37 @@ def test_differential_attention(keys):
         )
         o = (first_p - difference * second_p) @ [of("value", s, head // 2) for s in seen]
         o = o / np.sqrt(np.mean(o**2) + 1e-5) * scale * (1 - first)
+        expected[row, t] += o @ w["out"]["kernel"][head]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_sigmoid_attention():
+    config = tiny_config(
+        base_num_decoder_layers=1,
+        mixer="sigmoid_attention",
+        import_modules=["examples/sigmoid_attention.py"],
+        attention_block_size=4,
+    )
+    model, generator = Model(config.model), np.random.default_rng(0)
+    params = jax.jit(model.initialize)(jax.random.key(0))
+    bias = np.asarray(params["layers"]["self_attention"]["bias"])
+    np.testing.assert_allclose(bias, -np.log(16), rtol=1e-6)
+    params = jax.tree.map(lambda leaf: jnp.float32(generator.normal(size=leaf.shape)), params)
+    one = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    mixer = model.merge({**params, "layers": one}).layers.self_attention
+    x = generator.normal(size=(B, T, 32)).astype("f")
+    context = ForwardContext(segments_BT=jnp.asarray(DOCUMENTS))
+    actual, _ = jax.jit(lambda x: mixer((x, x, x), context))(x)
+
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), one["self_attention"])
+    q, k, v = (
+        np.einsum("btd,dnh->btnh", x, w[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    expected = np.zeros(actual.shape)
+    for row, t, head in np.ndindex(B, T, 4):
+        seen = [s for s in range(t + 1) if DOCUMENTS[row, s] == DOCUMENTS[row, t]]
+        scores = k[row, seen, head // 2] @ q[row, t, head] * 8**-0.5 + w["bias"][head]
+        o = 1 / (1 + np.exp(-scores)) @ v[row, seen, head // 2]
         expected[row, t] += o @ w["out"]["kernel"][head]
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 

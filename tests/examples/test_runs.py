@@ -23,14 +23,18 @@ DIFFERENTIAL = {
     "import_modules": ["examples/differential_attention.py"],
     "mixer": "differential_attention",
 }
+SIGMOID = {
+    "import_modules": ["examples/sigmoid_attention.py"],
+    "mixer": "sigmoid_attention",
+}
 CAUTIOUS = {"import_modules": ["examples/my_optimizer.py"], "opt_type": "cautious_adamw"}
 
 
 @pytest.mark.multi_device
 @pytest.mark.parametrize(
     "keys",
-    [HYBRID, DIFFERENTIAL, VALUE_RESIDUAL, CAUTIOUS],
-    ids=["hybrid", "differential", "value residual", "cautious"],
+    [HYBRID, DIFFERENTIAL, SIGMOID, VALUE_RESIDUAL, CAUTIOUS],
+    ids=["hybrid", "differential", "sigmoid", "value residual", "cautious"],
 )
 def test_the_same_losses_on_eight_devices(keys):
     expected, _ = train(jax.devices()[:1], **keys)

@@ -148,6 +148,8 @@ def test_the_program(users_environment):
     [
         "examples/gated_deltanet.py",
         "examples/differential_attention.py",
+        "examples/sigmoid_attention.py",
+        "examples/hidden_layer_loss.py",
         "examples/value_residual.py:ValueResidualAttention connection_type=value_residual",
     ],
 )

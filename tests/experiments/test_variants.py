@@ -24,6 +24,10 @@ def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
         {"a": "2", "b": "y", "c": "z"},
     ]
     assert expand_sweep([{"a": ["1", "2"]}, {"b": "3"}]) == [{"a": "1"}, {"a": "2"}, {"b": "3"}]
+    by_key = [{"adafactor.momentum": 0}, {"adafactor.momentum": 0.9}]
+    assert expand_sweep({"adafactor.momentum": [0, 0.9]}) == by_key
+    assert expand_sweep({"adafactor": {"momentum": [0, 0.9]}}) == by_key
+    assert expand_sweep({"adafactor": [{"momentum": 0}, {"momentum": 0.9}]}) == by_key
     for wrong in ([], {}, "word", ["word"], {"a": []}, [{}]):
         with pytest.raises(values.InvalidValueError):
             expand_sweep(wrong)

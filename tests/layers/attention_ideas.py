@@ -107,6 +107,9 @@ def selective_weights(scores, mask, _):
 
 IDEAS: dict[str, Idea] = {
     "sinks": Idea(lambda sinks_N: {"sinks_N": sinks_N}, sink_weights, SINKS),
+    "sinks, exact on CPU": Idea(
+        lambda sinks_N: {"sinks_N": sinks_N, "precision": "highest"}, sink_weights, SINKS
+    ),
     "sinks, soft cap, ALiBi": Idea(
         lambda sinks_N: {
             "sinks_N": sinks_N,

@@ -45,6 +45,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama2",
         kinds("local", "global") | {"rope_type": "llama3.1", "attention": "dot_product"} | DROPS,
     ),
+    "sinks, gated output, local": (
+        "llama2",
+        kinds("local", "global")
+        | {"attention_sinks": True, "attention_output_gate": True, "base_num_kv_heads": 2},
+    ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
     "shared layer, scale norm": (
@@ -265,7 +270,7 @@ def test_costly_conformance(name):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "post-norm and pre-norm layers, joint norms"])
 def test_conformance_on_devices(name):
     subject = subject_of(*ARCHITECTURES[name])
     [check] = (check for check in CHECKS if check.name == DEVICES)

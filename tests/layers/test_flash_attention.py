@@ -24,6 +24,8 @@ B, T = 1, 256
 # An interpreted kernel takes long to compile, and not long to run.
 QUICK = {"xla_backend_optimization_level": 0}
 
+SIGMOID = {"import_modules": ["examples/sigmoid_attention.py"], "base_num_decoder_layers": 2}
+SIGMOID_OR_SOFTMAX = {"S": {"mixer": "sigmoid_attention"}, "A": {"mixer": "attention"}}
 # (query heads, key/value heads, head_dim, spec, several documents)
 CASES = [
     (4, 2, 80, {"soft_cap": 3.0, "window": 100}, True),
@@ -113,6 +115,38 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
     check_kernel(AttentionSpec(**scores), arrays, segments, sharding)
 
 
+@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.multi_device)])
+def test_sinks_and_wider_values(is_split):
+    """Values of half as many heads, wider than keys, and gradients of the sinks."""
+    q, k, v, weights, segments = given(4, 2, 64, True)
+    k = jnp.concatenate([k, k * 0.5], axis=2)[:, :, :2]
+    v = jnp.concatenate([v, v[..., :16]], axis=-1)[:, :, :1]
+    weights = jnp.concatenate([weights, weights[..., :16]], axis=-1)
+    sharding = None
+    if is_split:
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("context", "tensor"))
+        by_head = NamedSharding(mesh, PartitionSpec(None, "context", "tensor"))
+        sharding = AttentionSharding(
+            by_head, NamedSharding(mesh, PartitionSpec(None, None, "tensor"))
+        )
+
+    def numbers(attend, **options):
+        def total(sinks_N, q, k, v):
+            spec = AttentionSpec(sinks_N=sinks_N, window=100)
+            o = attend(q, k, v, spec, segments_BT=segments, **options)
+            return (o * weights).sum(), o
+
+        graded = jax.jit(
+            jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True), compiler_options=QUICK
+        )
+        return jax.block_until_ready(graded(jnp.asarray([1.0, -1.0, 3.0, 0.0]), q, k, v))
+
+    found = numbers(flash_attention.flash_attention, sharding=sharding)
+    expected = numbers(dot_product_attention)
+    for actual, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-5 * max(1.0, np.abs(reference).max()))
+
+
 @pytest.mark.parametrize(
     ("keys", "backend", "chosen", "named"),
     [
@@ -123,6 +157,16 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
         ({"max_target_length": 200}, "tpu", "blocked", "max_target_length 200"),
         ({"position_embedding": "alibi"}, "tpu", "blocked", "position_embedding=alibi"),
         ({"num_mem_kv": 2}, "tpu", "blocked", "num_mem_kv"),
+        ({"attention_sinks": True}, "tpu", "flash", ""),
+        ({"attention_sinks": True}, "gpu", "blocked", "log-sum-exp"),
+        (SIGMOID | {"mixer": "sigmoid_attention"}, "tpu", "blocked", "score and weights"),
+        (
+            SIGMOID
+            | {"layer_pattern": "SA", "layer_kinds": SIGMOID_OR_SOFTMAX, "attention": "flash"},
+            "tpu",
+            "flash",
+            "mixer=sigmoid_attention",
+        ),
         ({"dropout_rates.attention": 0.1}, "tpu", "blocked", "dropout"),
         ({"matmul_precision": "high"}, "tpu", "blocked", "matmul_precision=high"),
         ({"attention_types": [[["linear"], 3]]}, "tpu", "blocked", "softmax"),

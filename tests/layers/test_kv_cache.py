@@ -111,6 +111,14 @@ def test_a_cache_is_attention_over_all_earlier_tokens(lengths, num_memories, slo
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_without_a_causal_mask_a_token_sees_all_that_is_written():
+    sequences = Sequences([5, 1])
+    cache = KeyValueCache.from_prefill(*sequences.prompts(), 12)
+    new = sequences.next_tokens(1)
+    found, _ = decoded(cache, *new, None, spec=AttentionSpec(causal=False))
+    np.testing.assert_allclose(found, sequences.expected(new[-1]), atol=1e-5)
+
+
 @pytest.mark.parametrize(("lengths", "window"), [([6, 1, 9], 4), ([6, 1, 9], 30), ([2], 4)])
 def test_a_ring_is_attention_over_the_newest_tokens(lengths, window):
     sequences = Sequences(lengths)

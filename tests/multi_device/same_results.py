@@ -11,6 +11,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
+from MaxText.training.model_objective import abstract_frozen_params, read_frozen_params
 from MaxText.training.objective import loss_sums, loss_totals
 from MaxText.training.step import make_train_step
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal
@@ -97,11 +98,19 @@ def train(devices, family="llama2", num_microbatches=1, **keys):
         for seed in range(3)
     ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches[0])
-    compiled, _ = sharding.compile_step(step, abstract, sharding.abstract_batch(shapes))
+    frozen = read_frozen_params(config.model, sharding)
+    compiled, _ = sharding.compile_step(
+        step,
+        abstract,
+        sharding.abstract_batch(shapes),
+        None,
+        abstract_frozen_params(config.model, sharding),
+    )
+    frozen_arguments = (frozen,) if frozen else ()
     numbers = []
     for batch in batches:
         # With many steps in flight the simulated devices may deadlock in a collective.
-        state, metrics = jax.block_until_ready(compiled(state, batch))
+        state, metrics = jax.block_until_ready(compiled(state, batch, *frozen_arguments))
         numbers.append([float(metrics[name]) for name in ("loss", "grad_norm", "param_norm")])
     return np.array(numbers), state
 

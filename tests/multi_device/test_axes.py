@@ -123,6 +123,11 @@ CASES = {
         {"use_rezero": True, "use_macaron": True, "share_layer_params": True},
         MIXED,
     ),
+    "sinks, gated output": (
+        GROUPED
+        | {"attention_sinks": True, "attention_output_gate": True, "attention_block_size": 2},
+        SPLIT | RING,
+    ),
     "many blocks of a window": (
         GROUPED
         | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},

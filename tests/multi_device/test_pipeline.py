@@ -85,6 +85,22 @@ CASES = {
         },
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
+    "positions of kinds, sandwich norms": (
+        "llama2",
+        {
+            "layer_pattern": "AB",
+            "layer_kinds": {
+                "A": {"rope_max_timescale": 9.0},
+                "B": {"temperature_tuning_beta": 0.5},
+            },
+            "rope_type": "longrope",
+            "rope_short_factors": [1.0, 1.2, 1.4, 1.6],
+            "rope_long_factors": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 6,
+            "norm_placement": "sandwich",
+        },
+        TWO | {"ici_tensor_parallelism": 2},
+    ),
     "values and the embedding carried along": (
         "llama2",
         VALUE_RESIDUAL,

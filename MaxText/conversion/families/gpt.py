@@ -177,7 +177,7 @@ GPT_NEOX = hf.Family(
     ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     rotary=RotaryDefaults(
         fraction=0.25,
-        theta_names=("rotary_emb_base", "rope_theta"),
-        fraction_names=("rotary_pct", "partial_rotary_factor"),
+        theta_names=("rotary_emb_base",),
+        fraction_names=("rotary_pct",),
     ),
 )

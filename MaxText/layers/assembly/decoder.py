@@ -175,15 +175,9 @@ class Decoder(nnx.Module):
             if not 0 <= layer < num_layers:
                 raise UserError(f"layer {layer} cannot be read: there are 0 to {num_layers - 1}")
         memory = self.config.memory
-        positions_BT = batch.positions_BT
-        if positions_BT is None:
-            positions_BT = _positions(batch.tokens_BT)
-        context = ForwardContext(
-            segments_BT=batch.segments_BT,
-            dropout_key=dropout_key,
-            training=training,
-            drops_tokens=drops_tokens,
-            **self._for_mixers(positions_BT),
+        positions_BT = _positions_in_documents(batch)
+        context = self.forward_context(
+            batch, dropout_key, training=training, drops_tokens=drops_tokens
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         num_stages = current_num_stages()
@@ -209,6 +203,30 @@ class Decoder(nnx.Module):
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")
         return HiddenStates(self._normalized(x_BTD), scalars, carry.outputs)
+
+    def forward_context(
+        self,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        training: bool = False,
+        drops_tokens: bool = True,
+    ) -> ForwardContext:
+        """Returns what blocks read of a batch besides hidden states.
+
+        Args:
+          batch: Arrays [B, T].
+          dropout_key: RNG key of dropout and routing in all layers; None disables them.
+          training: As in ForwardContext.
+          drops_tokens: As in ForwardContext.
+        """
+        return ForwardContext(
+            segments_BT=batch.segments_BT,
+            dropout_key=dropout_key,
+            training=training,
+            drops_tokens=drops_tokens,
+            **self._for_mixers(_positions_in_documents(batch)),
+        )
 
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
@@ -523,6 +541,13 @@ def _positions_key(layer: LayerConfig) -> Any:
     part = lookup("position", config.position_embedding)
     reads = part.for_mixers is not Position.for_mixers
     return (config, d.head_dim, d.num_query_heads) if reads else None
+
+
+def _positions_in_documents(batch: Batch) -> jax.Array:
+    """Returns the positions of tokens within their documents, int32 [B or 1, T]."""
+    if batch.positions_BT is None:
+        return _positions(batch.tokens_BT)
+    return batch.positions_BT
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:

@@ -139,19 +139,25 @@ class Attention(Mixer):
             initializer=draw.attention_output,
             use_bias=attention.proj_bias,
         )
-        self.gate = None
-        if attention.attention_output_gate:
-            self.gate = projection(
-                "qkv",
-                (D,),
-                (N, H),
-                axes=("embed", "q_heads", "kv"),
-                initializer=draw.kernel,
-                use_bias=attention.qkv_bias,
-            )
-        self.sinks = None
-        if attention.attention_sinks:
-            self.sinks = param(rngs, (N,), ("q_heads",), zeros, dtype=init.weight_dtype)
+        gate = functools.partial(
+            projection,
+            "qkv",
+            (D,),
+            (N, H),
+            axes=("embed", "q_heads", "kv"),
+            initializer=draw.kernel,
+            use_bias=attention.qkv_bias,
+        )
+        self.gate = gate() if attention.attention_output_gate else None
+        sinks = functools.partial(
+            param,
+            rngs,
+            (self.heads(init.dimensions).num_query_heads,),
+            ("q_heads",),
+            zeros,
+            dtype=init.weight_dtype,
+        )
+        self.sinks = sinks() if attention.attention_sinks else None
         memory = functools.partial(
             param,
             rngs,
@@ -380,6 +386,7 @@ class Attention(Mixer):
 
     def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         """Returns the values [B, T, K, H] of their inputs."""
+        assert self.value is not None, "with share_kv_projections values are the keys"
         return tag(self.value(v_BTD), "value_proj")
 
     def project_output(

@@ -120,7 +120,7 @@ class AttentionSpec:
         scores_BNTS: jax.Array,
         q_pos_BT: jax.Array,
         k_pos_BS: jax.Array,
-        heads_N: jax.Array,
+        heads_N: jax.Array | None,
     ) -> jax.Array:
         """Returns scores after what depends on positions: ALiBi and `score_hook`.
 
@@ -128,7 +128,7 @@ class AttentionSpec:
           scores_BNTS: Scores, scaled and soft-capped.
           q_pos_BT: Positions of the queries, as in `mask`.
           k_pos_BS: Positions of the keys.
-          heads_N: Indices of the query heads in the layer.
+          heads_N: Indices of the query heads in the layer; None without a score hook.
         """
         q_pos_B1T1 = q_pos_BT[:, None, :, None]
         k_pos_B11S = k_pos_BS[:, None, None, :]
@@ -136,6 +136,7 @@ class AttentionSpec:
             distance_B1TS = jnp.abs(q_pos_B1T1 - k_pos_B11S).astype(jnp.float32)
             scores_BNTS = scores_BNTS - self.slopes_N[:, None, None] * distance_B1TS
         if self.score_hook is not None:
+            assert heads_N is not None, self
             scores_BNTS = self.score_hook(
                 scores_BNTS, q_pos_B1T1, k_pos_B11S, heads_N[:, None, None]
             )
@@ -158,6 +159,25 @@ class AttentionSpec:
         starts_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
         starts_BT = jnp.pad(starts_BT, ((0, 0), (1, 0)))
         return index_1T - jax.lax.cummax(jnp.where(starts_BT, index_1T, 0), axis=1)
+
+
+class TokenPairs(NamedTuple):
+    """Facts about the queries and keys of one square of scores."""
+
+    mask_BTS: jax.Array  # whether a query sees a key; B may be 1. Each query sees at least one
+    q_pos_BT: jax.Array  # positions, as in `AttentionSpec.mask`; B may be 1
+    k_pos_BS: jax.Array
+    num_memories: int = 0  # the first keys, which have no positions
+
+    def with_memories(self, num_memories: int) -> "TokenPairs":
+        """Returns the pairs with memories, which every query sees, before the keys."""
+        padding = (num_memories, 0)
+        return TokenPairs(
+            mask_BTS=jnp.pad(self.mask_BTS, ((0, 0), (0, 0), padding), constant_values=True),
+            q_pos_BT=self.q_pos_BT,
+            k_pos_BS=jnp.pad(self.k_pos_BS, ((0, 0), padding)),
+            num_memories=num_memories,
+        )
 
 
 class Heads(NamedTuple):
@@ -261,9 +281,7 @@ def dot_product_attention(  # noqa: PLR0913
             k_BKSH,
             v_BVSH,
             spec,
-            mask_BTS=mask_BTS,
-            q_pos_BT=q_pos_BT,
-            k_pos_BS=k_pos_BS,
+            TokenPairs(mask_BTS=mask_BTS, q_pos_BT=q_pos_BT, k_pos_BS=k_pos_BS),
             persistent_kv=persistent_kv,
             dropout=dropout.fold_in(start),
         )
@@ -350,9 +368,7 @@ def _local_attention(
         neighborhoods(k_BSKH).transpose(0, 2, 1, 3),
         neighborhoods(v_BSVH).transpose(0, 2, 1, 3),
         spec,
-        mask_BTS=mask,
-        q_pos_BT=q_pos_BT,
-        k_pos_BS=k_pos_BS,
+        TokenPairs(mask_BTS=mask, q_pos_BT=q_pos_BT, k_pos_BS=k_pos_BS),
         persistent_kv=persistent_kv,
         dropout=dropout,
     )
@@ -408,17 +424,14 @@ def kv_head_repeats(q_BTNH: jax.Array, k_BSKH: jax.Array, sharding: AttentionSha
     )
 
 
-def attend_square(  # noqa: PLR0913
+def attend_square(
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
     v_BVSH: jax.Array,
     spec: AttentionSpec,
+    pairs: TokenPairs,
     *,
-    mask_BTS: jax.Array,
-    q_pos_BT: jax.Array,
-    k_pos_BS: jax.Array,
     persistent_kv: PersistentKV | None = None,
-    num_memories: int = 0,
     dropout: Dropout = NO_DROPOUT,
 ) -> jax.Array:
     """Returns weights(scores) v for one square of scores with an explicit mask.
@@ -428,12 +441,10 @@ def attend_square(  # noqa: PLR0913
       k_BKSH: Keys, heads first; [K, S, H] for a batch of one in a KeyValueCache, a form for CPUs
         (lowering/cpu_kv_cache.py).
       v_BVSH: Values, heads first, with B if the keys have it.
-      spec: Computation of scores. Its mask is not applied: `mask_BTS` is the whole mask.
-      mask_BTS: Whether a query sees a key; B may be 1. Each query sees at least one.
-      q_pos_BT: Positions of the queries, as in `AttentionSpec.mask`; B may be 1.
-      k_pos_BS: Positions of the keys.
-      persistent_kv: Learned keys and values that every query sees, without positions.
-      num_memories: Memories that the first keys are already.
+      spec: Computation of scores. Its mask is not applied: that of `pairs` is the whole mask.
+      pairs: The mask and the positions.
+      persistent_kv: Learned keys and values that every query sees; those in a cache are among the
+        keys already.
       dropout: Dropout of the weights.
 
     Returns:
@@ -442,22 +453,20 @@ def attend_square(  # noqa: PLR0913
     batch, length, num_heads, _ = q_BTNH.shape
     if persistent_kv is not None:
         k_BKSH, v_BVSH = map(prepend_memories, persistent_kv, (k_BKSH, v_BVSH))
-        num_memories = len(persistent_kv[0])
-        mask_BTS = jnp.pad(mask_BTS, ((0, 0), (0, 0), (num_memories, 0)), constant_values=True)
-        k_pos_BS = jnp.pad(k_pos_BS, ((0, 0), (num_memories, 0)))
+        pairs = pairs.with_memories(len(persistent_kv[0]))
     num_kv_heads = k_BKSH.shape[-3]
     group = num_heads // num_kv_heads
     scores_BKRS = _scores(q_BTNH, k_BKSH, spec)
     if spec.slopes_N is not None or spec.score_hook is not None:
         scores_BNTS = scores_BKRS.reshape(batch, num_heads, length, -1)
         positional_BNTS = spec.positional_scores(
-            scores_BNTS, q_pos_BT, k_pos_BS, jnp.arange(num_heads)
+            scores_BNTS, pairs.q_pos_BT, pairs.k_pos_BS, jnp.arange(num_heads)
         )
-        if num_memories:
-            is_memory_S = jnp.arange(k_pos_BS.shape[1]) < num_memories
+        if pairs.num_memories:
+            is_memory_S = jnp.arange(pairs.k_pos_BS.shape[1]) < pairs.num_memories
             positional_BNTS = jnp.where(is_memory_S, scores_BNTS, positional_BNTS)
         scores_BKRS = positional_BNTS.reshape(scores_BKRS.shape)
-    mask_B1RS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
+    mask_B1RS = jnp.tile(pairs.mask_BTS, (1, group, 1))[:, None]
     if k_BKSH.ndim == 3:  # no B
         mask_B1RS = mask_B1RS[0]
     scores_BKRS = jnp.where(mask_B1RS, scores_BKRS, -jnp.inf)
@@ -465,7 +474,7 @@ def attend_square(  # noqa: PLR0913
         scores_BKRS.reshape(*v_BVSH.shape[:-2], -1, v_BVSH.shape[-2]),
         v_BVSH,
         spec,
-        mask_BTS=mask_BTS,
+        mask_BTS=pairs.mask_BTS,
         dropout=dropout,
     )
     o_BKGTH = o_BVRH.reshape(batch, num_kv_heads, group, length, -1)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from MaxText.layers.attention.attention_core import (
@@ -86,7 +87,9 @@ def ring_attention(  # noqa: PLR0913
             persistent_kv = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), persistent_kv)
     num_parts = math.prod(mesh.shape[axis] for axis in ring_axes)
     ring = _Ring(
-        spec=dataclasses.replace(spec, slopes_N=None, sinks_N=None),
+        spec=dataclasses.replace(
+            spec, slopes_N=None, sinks_N=None, score_hook=None, mask_hook=None, weights_hook=None
+        ),
         axes=ring_axes,
         num_parts=num_parts,
         length=q_BTNH.shape[1] // num_parts,
@@ -94,8 +97,7 @@ def ring_attention(  # noqa: PLR0913
         block_size=block_size,
     )
     num_memories = 0 if persistent_kv is None else persistent_kv[0].shape[0]
-    hooks = _hoist_hooks(spec, ring, sharding.query.shard_shape(q_BTNH.shape), num_memories)
-    ring = dataclasses.replace(ring, hooks=hooks)
+    local_shape = sharding.query.shard_shape(q_BTNH.shape)
     pos_BT = None
     if spec.reads_positions:
         batch, length = q_BTNH.shape[:2]
@@ -112,7 +114,7 @@ def ring_attention(  # noqa: PLR0913
         slopes_N=spec.slopes_N,
         sinks_N=spec.sinks_N,
         persistent_kv=persistent_kv,
-        hook_arrays=hooks.arrays,
+        hooks=_hoist_hooks(spec, ring, local_shape, num_memories),
     )
     specs: Any = _RingInputs(
         q_BLNH=by_head,
@@ -124,29 +126,28 @@ def ring_attention(  # noqa: PLR0913
         slopes_N=PartitionSpec(head_axes),
         sinks_N=PartitionSpec(head_axes),
         persistent_kv=PartitionSpec(None, head_axes),
-        hook_arrays=PartitionSpec(),
+        hooks=PartitionSpec(),
     )
     return jax.shard_map(
         ring.run, mesh=mesh, in_specs=(specs,), out_specs=by_head, check_vma=False
     )(inputs)
 
 
-# A hook, with the arrays that it read from outside as its first argument.
-_HoistedHook = Callable[..., jax.Array]
+# A hook that is a tree of the arrays that it reads.
+_HoistedHook = jax.tree_util.Partial
 
 
 class _Hooks(NamedTuple):
-    """Hooks of a part as functions of their arguments alone, for blocks of one shape.
+    """Hooks of a part, with the parameters that they read as leaves.
 
-    A custom gradient and jax.shard_map have to be given all arrays. So the parameters that hooks
-    read are arguments here: of each hook its own, concatenated in `arrays`.
+    A custom gradient and jax.shard_map have to be given all arrays, also those of closures. They
+    are made for blocks of one shape.
     """
 
     score: _HoistedHook | None = None
     mask: _HoistedHook | None = None
     weights: _HoistedHook | None = None
-    memory_weights: _HoistedHook | None = None  # for the scores of memories
-    arrays: tuple[tuple[jax.Array, ...], ...] = ((), (), (), ())
+    memory_weights: _HoistedHook | None = None  # `weights` for the scores of memories
 
 
 def _hoist_hooks(
@@ -172,29 +173,31 @@ def _hoist_hooks(
 
     q_pos = positions(batch, 1, rows, 1)
     k_pos = positions(batch, 1, 1, keys)
-    score = _hoist(spec.score_hook, square(keys), q_pos, k_pos, positions(num_heads, 1, 1))
-    mask = _hoist(spec.mask_hook, positions(batch, rows, 1), positions(batch, 1, keys))
-    weights = _hoist(spec.weights_hook, square(keys), square(keys, jnp.bool_))
-    memory_weights: tuple[_HoistedHook | None, tuple[jax.Array, ...]] = (None, ())
+    memory_weights = None
     if num_memories:
         seen = square(num_memories, jnp.bool_)
         memory_weights = _hoist(spec.weights_hook, square(num_memories), seen)
-    functions, arrays = zip(score, mask, weights, memory_weights, strict=True)
-    return _Hooks(*functions, arrays=arrays)
+    return _Hooks(
+        score=_hoist(spec.score_hook, square(keys), q_pos, k_pos, positions(num_heads, 1, 1)),
+        mask=_hoist(spec.mask_hook, positions(batch, rows, 1), positions(batch, 1, keys)),
+        weights=_hoist(spec.weights_hook, square(keys), square(keys, jnp.bool_)),
+        memory_weights=memory_weights,
+    )
 
 
 def _hoist(
     hook: Callable[..., jax.Array] | None, *arguments: jax.ShapeDtypeStruct
-) -> tuple[_HoistedHook | None, tuple[jax.Array, ...]]:
-    """Returns (a function of (arrays, *arguments), the arrays that the hook reads from outside)."""
+) -> _HoistedHook | None:
+    """Returns a hook for arguments of these shapes, its arrays from outside as leaves."""
     if hook is None:
-        return None, ()
+        return None
     closed = jax.make_jaxpr(hook)(*arguments)
 
-    def hoisted(arrays: tuple[jax.Array, ...], *arguments: jax.Array) -> jax.Array:
-        return jax.core.eval_jaxpr(closed.jaxpr, arrays, *arguments)[0]
+    def evaluate(arrays: list[jax.Array], *arguments: jax.Array) -> jax.Array:
+        [output] = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, arrays))(*arguments)
+        return output
 
-    return hoisted, tuple(closed.consts)
+    return jax.tree_util.Partial(evaluate, list(closed.consts))
 
 
 class _RingInputs(NamedTuple):
@@ -212,7 +215,7 @@ class _RingInputs(NamedTuple):
     slopes_N: Any = None
     sinks_N: Any = None
     persistent_kv: Any = None
-    hook_arrays: Any = ()
+    hooks: Any = _Hooks()
 
 
 class _QueryBlock(NamedTuple):
@@ -255,7 +258,7 @@ class _PerHead(NamedTuple):
 
     heads_N: jax.Array | None
     slopes_N: jax.Array | None
-    hook_arrays: tuple[tuple[jax.Array, ...], ...]
+    hooks: _Hooks
 
 
 class _KeyPieces(NamedTuple):
@@ -289,7 +292,6 @@ class _Ring:
     length: int  # L
     asks_for_balance: bool
     block_size: int | None  # about R, which divides a piece; None is all of it
-    hooks: _Hooks = dataclasses.field(default_factory=_Hooks)
 
     @property
     def num_pieces(self) -> int:
@@ -365,7 +367,7 @@ class _Ring:
             scores = self._capped_scores(queries, keys).scores_BKGRS
             scores = self._positional_scores(scores, queries, keys, per_head)
             seen = self._seen(queries, keys, per_head)
-            if self.spec.weights_hook is not None:
+            if inputs.hooks.weights is not None:
                 p = self._weights(scores, seen, keys, per_head)
                 added_BKGRH = self._einsum(
                     "bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH
@@ -392,7 +394,7 @@ class _Ring:
         state, _, _ = self._ring_scan(add_keys, queries, self._key_pieces(inputs), state, ())
         o = state.o_BKGRH
         log_sums = sums
-        if self.spec.weights_hook is None:
+        if inputs.hooks.weights is None:
             o = o / state.sums_BKGR[..., None]
             log_sums = state.largest_BKGR + jnp.log(state.sums_BKGR)
         o_BLNH = o.transpose(1, 0, 4, 2, 3, 5).reshape(*inputs.q_BLNH.shape[:3], -1)
@@ -412,7 +414,7 @@ class _Ring:
         queries = self._query_blocks(inputs)
         num_blocks, batch, _, kv_heads, group, _ = queries.q_BRKGH.shape
         per_head = _per_head(inputs)
-        floats, restore = _split_floats(inputs.hook_arrays)
+        floats, restore = _split_floats(inputs.hooks)
         # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
         delta_BLN = jnp.sum(grad_o_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
         queries = queries._replace(
@@ -440,14 +442,14 @@ class _Ring:
             dp = self._einsum("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
 
             def scores_of(capped: jax.Array, floats: list[jax.Array]) -> jax.Array:
-                arrays = per_head._replace(hook_arrays=restore(floats))
-                scores = self._positional_scores(capped, queries, keys, arrays)
-                if self.spec.weights_hook is None:
+                with_floats = per_head._replace(hooks=restore(floats))
+                scores = self._positional_scores(capped, queries, keys, with_floats)
+                if inputs.hooks.weights is None:
                     return scores
-                return self._weights(scores, seen, keys, arrays)
+                return self._weights(scores, seen, keys, with_floats)
 
             scores, pull_back = jax.vjp(scores_of, capped, floats)
-            if self.spec.weights_hook is None:
+            if inputs.hooks.weights is None:
                 p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
                 d_capped, added = pull_back(p * (dp - delta[..., None]))
             else:
@@ -492,7 +494,7 @@ class _Ring:
             slopes_N=None if slopes_N is None else jnp.zeros_like(slopes_N),
             sinks_N=sink_gradients,
             persistent_kv=memory_gradients,
-            hook_arrays=restore([x.sum(0) for x in by_block], others=None),
+            hooks=restore([x.sum(0) for x in by_block], others=None),
         )
         return (gradients,)
 
@@ -604,12 +606,10 @@ class _Ring:
         per_head: _PerHead,
     ) -> jax.Array:
         """Returns the scores after ALiBi and the score hook, neither of which memories have."""
-        is_unchanged = per_head.slopes_N is None and self.hooks.score is None
+        hook = per_head.hooks.score
+        is_unchanged = per_head.slopes_N is None and hook is None
         if keys.positions_S is None or is_unchanged:
             return scores_BKGRS
-        hook = self.hooks.score
-        if hook is not None:
-            hook = functools.partial(hook, per_head.hook_arrays[0])
         spec = dataclasses.replace(self.spec, slopes_N=per_head.slopes_N, score_hook=hook)
         batch, kv_heads, group, rows, num_keys = scores_BKGRS.shape
         scores_BNRS = spec.positional_scores(
@@ -623,10 +623,7 @@ class _Ring:
         """Returns whether a query sees a key; broadcasts to [B, K, G, R, S]."""
         if keys.positions_S is None:
             return jnp.ones((), bool)
-        hook = self.hooks.mask
-        if hook is not None:
-            hook = functools.partial(hook, per_head.hook_arrays[1])
-        spec = dataclasses.replace(self.spec, mask_hook=hook)
+        spec = dataclasses.replace(self.spec, mask_hook=per_head.hooks.mask)
         seen = spec.mask(*self._token_positions(queries, keys))[:, None, None]
         if queries.segments_BR is not None and keys.segments_BS is not None:
             same_BRS = queries.segments_BR[:, :, None] == keys.segments_BS[:, None]
@@ -645,14 +642,13 @@ class _Ring:
     ) -> jax.Array:
         """Returns the weights of the weights hook, 0 where a key is not seen."""
         is_memory = keys.positions_S is None
-        hook = self.hooks.memory_weights if is_memory else self.hooks.weights
-        assert hook is not None, self.hooks
+        hook = per_head.hooks.memory_weights if is_memory else per_head.hooks.weights
+        assert hook is not None, per_head.hooks
         batch, kv_heads, group, rows, num_keys = scores_BKGRS.shape
         shape = (batch, kv_heads * group, rows, num_keys)
         seen = jnp.broadcast_to(seen, scores_BKGRS.shape)
         masked_BNRS = jnp.where(seen, scores_BKGRS, -jnp.inf).reshape(shape)
-        arrays = per_head.hook_arrays[3 if is_memory else 2]
-        weights_BNRS = hook(arrays, masked_BNRS, seen.reshape(shape))
+        weights_BNRS = hook(masked_BNRS, seen.reshape(shape))
         return jnp.where(seen, weights_BNRS.reshape(scores_BKGRS.shape), 0.0)
 
     def _einsum(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -726,9 +722,7 @@ class _Ring:
 
 def _per_head(inputs: _RingInputs) -> _PerHead:
     """Returns what scores read besides queries and keys."""
-    return _PerHead(
-        heads_N=inputs.heads_N, slopes_N=inputs.slopes_N, hook_arrays=inputs.hook_arrays
-    )
+    return _PerHead(heads_N=inputs.heads_N, slopes_N=inputs.slopes_N, hooks=inputs.hooks)
 
 
 def _split_floats(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:

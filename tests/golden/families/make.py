@@ -142,7 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "sliding_window": 5,
         "rope_parameters": {
-            LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            LOCAL: {"rope_type": "default", "rope_theta": 500_000.0},
             GLOBAL: {**YARN, "attention_factor": 1.3},
         },
     },
@@ -238,9 +238,12 @@ def _make(case: str) -> None:
 
     model_type = case.partition("-")[0]
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | CASES[case]))
-    config._attn_implementation = "eager"
     config.dtype = torch.float32
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        .float()
+        .eval()
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         stored = load_file(f"{folder}/model.safetensors")
