@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 
 from MaxText.config import import_modules, registry
+from MaxText.config.data_sections import DataConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_source import DocumentSource, RecordSource, SourceContext
@@ -29,6 +30,12 @@ PREFIX = "source:"
 def is_registered_type(dataset_type: str) -> bool:
     """Returns whether dataset_type names a registered source."""
     return dataset_type in registry.Name(KIND).choices
+
+
+def has_registered_sources(data: DataConfig) -> bool:
+    """Returns whether a run reads a registered source, alone or in a mixture."""
+    in_mixture = any(part[0].startswith(PREFIX) for part in data.data_mixture_weights)
+    return in_mixture or is_registered_type(data.dataset_type)
 
 
 def _registration(name: str, setting: str) -> registry.Registration:
