@@ -191,7 +191,7 @@ def test_a_short_file_is_not_a_copy(write, capsys):
 MODELS = yaml.safe_load((Path(__file__).parent / "maxtext_models.yml").read_text(encoding="utf-8"))
 # Families of MODELS that are not here: the beginnings of names, and what the message says.
 ABSENT = {
-    ("deepseek", "kimi"): "DeepSeek and Kimi: multi-head latent attention",
+    ("deepseek", "kimi"): "DeepSeek and Kimi: shared experts and groups of experts",
     ("envy",): "Envy: routing to one expert",
     ("gemma4-26b",): "Gemma 4 with experts",
     ("gemma4-e",): "Gemma 4 E2B and E4B: embeddings of their own for each layer",
