@@ -214,7 +214,8 @@ class LatentAttention(Attention):
     ) -> tuple[jax.Array, AttentionState]:
         """Returns the output for new tokens, and the cache with their latent vectors.
 
-        Attention reads the cache alone: the matrices of keys and values are absorbed.
+        Attention reads the cache alone: the matrices of keys and values are absorbed, and their
+        products not quantized.
         """
         assert isinstance(state, KeyValueCache)
         positions_BT = context.positions_BT
