@@ -258,6 +258,7 @@ def sums_as_products():
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
 REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
+ON_DEVICES = (*REPRESENTATIVE, "latent attention", "post-norm and pre-norm layers, joint norms")
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
@@ -292,7 +293,7 @@ def test_costly_conformance(name):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, "post-norm and pre-norm layers, joint norms"])
+@pytest.mark.parametrize("name", ON_DEVICES)
 def test_conformance_on_devices(name):
     subject = subject_of(*ARCHITECTURES[name])
     [check] = (check for check in CHECKS if check.name == DEVICES)
