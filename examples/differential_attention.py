@@ -68,7 +68,7 @@ class DifferentialAttention(Attention):
         return layer.config
 
     @classmethod
-    def heads(cls, dimensions: Dimensions) -> Heads:
+    def heads(cls, config: ModelConfig, dimensions: Dimensions) -> Heads:
         """Returns two heads of queries and keys for each head of values."""
         return Heads(
             num_query_heads=2 * dimensions.num_query_heads,

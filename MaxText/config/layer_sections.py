@@ -156,8 +156,9 @@ MIXERS: dict[AttentionKind, str] = {
     "linear": "linear_attention",
     "none": "none",
 }
-SOFTMAX_MIXERS = ("attention", "local_attention")
-ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
+SOFTMAX_MIXERS = ("attention", "local_attention", "latent_attention")
+# Those with the same projections.
+ATTENTION_MIXERS = ("attention", "local_attention", "linear_attention")
 
 _ROTARY = {"position_embedding": "rotary"}
 _SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn", "longrope"]}
@@ -242,6 +243,30 @@ class LinearAttentionConfig(NamedSection):
     epsilon: NonNegative = key(1e-6, "Epsilon added to the normalizer.")
 
 
+class LatentAttentionConfig(Section):
+    """Layers of latent attention (DeepSeek-V2, arXiv 2405.04434), with mixer=latent_attention.
+
+    Their heads are base_num_query_heads. Biases of qkv_bias belong to the projections down.
+    """
+
+    q_lora_rank: Natural = key(0)
+    """Width of the vector that queries are projected from, normalized; 0 projects them from the
+    layer's input (DeepSeek-V2-Lite)."""
+    kv_lora_rank: Count = key(512)
+    """Width of the latent vector of a token, normalized, that the keys and values of all heads are
+    projected from. The cache holds it, and the rotary slice of the keys."""
+    qk_nope_head_dim: Count = key(128)
+    """Width of the slice of each query and key without positions."""
+    qk_rope_head_dim: Count = key(64)
+    """Width of the slice that rotary positions rotate, the same for the keys of all heads. With
+    position_embedding=none it is not rotated (Kimi Linear)."""
+    v_head_dim: Count = key(128)
+    """Width of each value."""
+    mscale: NonNegative = key(1.0, only_if=_YARN)
+    """With rope_type=yarn, scores are multiplied by (0.1 mscale ln(rope_factor) + 1)^2 (DeepSeek:
+    mscale_all_dim, with rope_attention_factor=1); 0 disables."""
+
+
 class AttentionConfig(Section):
     """The attention mixer."""
 
@@ -297,6 +322,7 @@ class AttentionConfig(Section):
     """Tokens that a query of a local layer sees, itself included; without a causal mask also as
     many after it."""
     linear_attention: LinearAttentionConfig = LinearAttentionConfig()
+    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
     num_mem_kv: Natural = key(0)
     """Learned keys and values that every token of a global layer also attends to."""
     gpt_neo_none_attention_bug: bool = key(False)

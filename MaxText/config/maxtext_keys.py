@@ -191,7 +191,7 @@ def is_maxtext_base(names: Collection[str]) -> bool:
 def absent_family(name: str, value: str) -> str:
     """Returns why a decoder_block or model_name of MaxText is not here; "" if nothing is known.
 
-    For example "DeepSeek and Kimi: multi-head latent attention".
+    For example "DeepSeek and Kimi: shared experts and groups of experts".
     """
     block = block_of_model(value) if name == "model_name" else value
     for pattern, family, why in _ABSENT_BLOCKS:

@@ -9,6 +9,7 @@ from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
     SOFTMAX_MIXERS,
+    LatentAttentionConfig,
     MoEConfig,
     NotElementwise,
 )
@@ -55,6 +56,8 @@ def _rotary_rotates_pairs(config: Config) -> ConfigIssue | None:
     position = config.model.position
     head_dim = config.model.shape.dimensions.head_dim
     if position.position_embedding != "rotary" or head_dim < 1:
+        return None
+    if config.model.block.mixer == "latent_attention":  # has a width of its own, and a rule
         return None
     num_rotated = int(head_dim * position.rotary_pct)
     if position.rope_type == "proportional" and head_dim % 2 == 0:
@@ -111,8 +114,10 @@ def _longrope_divides_each_pair(config: Config) -> ConfigIssue | None:
     position = config.model.position
     if position.position_embedding != "rotary" or position.rope_type != "longrope":
         return None
-    head_dim = config.model.shape.dimensions.head_dim
-    num_pairs = int(head_dim * position.rotary_pct) // 2
+    width = config.model.shape.dimensions.head_dim
+    if config.model.block.mixer == "latent_attention":
+        width = config.model.attention.latent_attention.qk_rope_head_dim
+    num_pairs = int(width * position.rotary_pct) // 2
     for name in ("rope_short_factors", "rope_long_factors"):
         factors = getattr(position, name)
         if len(factors) != num_pairs:
@@ -473,7 +478,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_scale": SOFTMAX_MIXERS,
     "attn_logits_soft_cap": SOFTMAX_MIXERS,
     "attention_sinks": SOFTMAX_MIXERS,
-    "attention_output_gate": ATTENTION_MIXERS,
+    "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
+    **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
 }
 
 
@@ -500,6 +506,61 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
                 keys=(name,),
+            )
+    return None
+
+
+@rule("mixer", "attention_projections", "dense_conn", "dense_streams")
+def _latent_attention_has_projections_of_its_own(config: Config) -> ConfigIssue | None:
+    model = config.model
+    if "latent_attention" not in model.mixers:
+        return None
+    if model.attention.attention_projections != "dense":
+        return ConfigIssue(
+            message="mixer=latent_attention projects through vectors of its ranks, and "
+            f"attention_projections={model.attention.attention_projections} has no such form",
+            remedies=("attention_projections=dense",),
+            keys=("mixer", "attention_projections"),
+        )
+    if model.dense_connections.mixes_attention_inputs:
+        return ConfigIssue(
+            message="mixer=latent_attention has one input, and dense_conn=true makes several",
+            remedies=("dense_streams=[r]",),
+            keys=("mixer", "dense_streams"),
+        )
+    return None
+
+
+@rule("qk_rope_head_dim", "rotary_pct", "rope_type", "position_embedding", "mixer")
+def _latent_attention_rotates_pairs(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        position = layer.config.position
+        is_rotated = position.position_embedding == "rotary"
+        if layer.config.block.mixer != "latent_attention" or not is_rotated:
+            continue
+        width = layer.config.attention.latent_attention.qk_rope_head_dim
+        num_rotated = int(width * position.rotary_pct)
+        if width % 2 or num_rotated < 2 or num_rotated % 2:
+            return ConfigIssue(
+                message=f"rotary rotates pairs of dimensions, but qk_rope_head_dim {width} * "
+                f"rotary_pct {position.rotary_pct:g} gives {num_rotated}, not an even number from "
+                "2",
+                keys=("qk_rope_head_dim", "rotary_pct"),
+            )
+    return None
+
+
+@rule("mixer", "use_qk_norm", "use_v_norm", "share_kv_projections", finds_unused=True)
+def _latent_attention_has_norms_of_its_own(config: Config) -> ConfigIssue | None:
+    attention = config.model.attention
+    if set(config.model.mixers) - {"none"} != {"latent_attention"}:
+        return None
+    for name in ("use_qk_norm", "use_v_norm", "share_kv_projections"):
+        if getattr(attention, name):
+            return ConfigIssue(
+                message=f"{name}=true is for queries, keys and values of other mixers; "
+                "mixer=latent_attention normalizes the vectors that it projects them from",
+                keys=(name, "mixer"),
             )
     return None
 

@@ -215,6 +215,8 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("embed", ("fsdp", "fsdp_transpose", "context")),
     ("embed", ("fsdp", "context")),
     ("embed", ("fsdp",)),
+    ("latent", ("fsdp", "fsdp_transpose", "context", "expert")),
+    ("latent", ("fsdp",)),
     ("kv", ()),
     ("norm", ()),
     ("position", ()),

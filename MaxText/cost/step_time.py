@@ -159,7 +159,7 @@ def _splash_keys(program: Program) -> float:
     for mixer, (layer_config, dimensions) in softmax_layers(config):
         if mixer.hooks():  # no kernel serves it
             continue
-        heads = mixer.heads(dimensions)
+        heads = mixer.heads(layer_config, dimensions)
         weight = heads.num_query_heads * heads.key_width
         keys += weight * average_keys_computed(mixer, layer_config.attention, length)
         total += weight
@@ -183,7 +183,7 @@ def context_parallel_attention_flops(program: Program) -> float:
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
     for mixer, layer in softmax_layers(config):
-        heads = mixer.heads(layer.dimensions)
+        heads = mixer.heads(layer.config, layer.dimensions)
         per_key = 2 * heads.num_query_heads * (heads.key_width + heads.value_width)
         keys = average_keys_computed(mixer, attention, program.length)
         window = mixer.sliding_window(attention)
@@ -357,7 +357,7 @@ def _context_bytes(program: Program) -> float:
     attention = config.attention
     width = np.dtype(config.numerics.dtype).itemsize
     layers = softmax_layers(program.model_of_all_stages.config)
-    heads = [mixer.heads(layer.dimensions) for mixer, layer in layers]
+    heads = [mixer.heads(layer.config, layer.dimensions) for mixer, layer in layers]
     key_size = sum(shape.num_key_heads * shape.key_width for shape in heads)
     value_size = sum(shape.num_value_heads * shape.value_width for shape in heads)
     part = (key_size + value_size) * program.local_tokens * float(width)

@@ -41,13 +41,15 @@ class KeyValueCache:
 
     Attributes:
       keys: [B, K, M + S, H] or [K, M + S, H], after norms and rotary.
-      values: Of the same shape.
+      values: Of the same shape, or with another H; None if they are the first numbers of the keys.
       num_memories: M.
+      value_width: How many numbers of the keys they are.
     """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
     num_memories: int = dataclasses.field(default=0, metadata={"static": True})
+    value_width: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def from_prefill(
@@ -65,27 +67,29 @@ class KeyValueCache:
           capacity: S, at least T.
           persistent_kv: Learned keys and values that every query sees.
         """
-
-        def slots(x_BTKH: jax.Array, memory_MKH: jax.Array | None) -> jax.Array:
-            x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
-            spare = capacity - x_BKTH.shape[2]
-            x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
-            if memory_MKH is not None:
-                x_BKSH = prepend_memories(memory_MKH, x_BKSH)
-            return _constrained(drop_batch_of_one(x_BKSH))
-
         keys, values = persistent_kv or (None, None)
         num_memories = 0 if keys is None else keys.shape[0]
-        return cls(slots(k_BTKH, keys), slots(v_BTKH, values), num_memories)
+        return cls(_slots(k_BTKH, capacity, keys), _slots(v_BTKH, capacity, values), num_memories)
+
+    @classmethod
+    def of_keys(cls, k_BTKH: jax.Array, capacity: int, *, value_width: int) -> "KeyValueCache":
+        """Returns a cache of prompts whose values are the first numbers of their keys.
+
+        Args:
+          k_BTKH: Keys of the prompts, their padding included.
+          capacity: S, at least T.
+          value_width: Numbers of a value.
+        """
+        return cls(_slots(k_BTKH, capacity, None), None, value_width=value_width)
 
     def append(
-        self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array
+        self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, positions_BT: jax.Array
     ) -> "KeyValueCache":
         """Returns the cache with T tokens more in each sequence.
 
         Args:
           k_BTKH: Keys of the new tokens.
-          v_BTKH: Their values.
+          v_BTKH: Their values; None if the cache has none.
           positions_BT: Their positions, consecutive from positions_BT[:, 0].
         """
         first_B = positions_BT[:, 0]
@@ -99,9 +103,11 @@ class KeyValueCache:
                 return _constrained(write(slots, x_BKTH[0], first_B[0]))
             return _constrained(jax.vmap(write)(slots, x_BKTH, first_B))
 
-        return dataclasses.replace(
-            self, keys=written(self.keys, k_BTKH), values=written(self.values, v_BTKH)
-        )
+        values = self.values
+        if values is not None:
+            assert v_BTKH is not None
+            values = written(values, v_BTKH)
+        return dataclasses.replace(self, keys=written(self.keys, k_BTKH), values=values)
 
     def attend(self, q_BTNH: jax.Array, positions_BT: jax.Array, spec: AttentionSpec) -> jax.Array:
         """Returns attention to the cached tokens and memories, [B, T, N, H].
@@ -117,10 +123,11 @@ class KeyValueCache:
             mask_BTS = mask_BTS & (slots_1S <= positions_BT[:, -1:])[:, None]
         if self.num_memories:
             mask_BTS = mask_BTS | (slots_1S < 0)
+        values = self.keys[..., : self.value_width] if self.values is None else self.values
         return attend_square(
             q_BTNH,
             self.keys,
-            self.values,
+            values,
             spec,
             TokenPairs(
                 mask_BTS=mask_BTS,
@@ -226,6 +233,16 @@ class SlidingWindowCache:
             values_BKWH=_constrained(jnp.take_along_axis(values_BKSH, index, axis=2)),
         )
         return o_BTNH, new_cache
+
+
+def _slots(x_BTKH: jax.Array, capacity: int, memory_MKH: jax.Array | None) -> jax.Array:
+    """Returns keys or values of prompts in slots, with room for `capacity` tokens."""
+    x_BKTH = x_BTKH.transpose(0, 2, 1, 3)
+    spare = capacity - x_BKTH.shape[2]
+    x_BKSH = jnp.pad(x_BKTH, ((0, 0), (0, 0), (0, spare), (0, 0)))
+    if memory_MKH is not None:
+        x_BKSH = prepend_memories(memory_MKH, x_BKSH)
+    return _constrained(drop_batch_of_one(x_BKSH))
 
 
 def _concatenate_tokens(ring_BKWH: jax.Array, x_BTKH: jax.Array) -> jax.Array:

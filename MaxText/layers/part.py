@@ -235,6 +235,11 @@ class Mixer(Part):
         """Returns whether it can generate text."""
         return cls.prefill is not Mixer.prefill
 
+    @classmethod
+    def rotary_width(cls, layer: LayerConfig) -> int:
+        """Returns the width of what `context.rotary` rotates: a head, or a slice of it."""
+        return layer.dimensions.head_dim
+
 
 @register("mixer", "none")
 class Nothing(Mixer):

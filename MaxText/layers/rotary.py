@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from MaxText.config.layer_sections import PositionConfig
-from MaxText.config.model_sections import ModelConfig
-from MaxText.config.registry import register
+from MaxText.config.model_sections import LayerConfig, ModelConfig
+from MaxText.config.registry import lookup, register
 from MaxText.layers.lowering.rounding import round_to
 from MaxText.layers.lowering.tpu_rotary import apply_rotary_tpu
 from MaxText.layers.part import Init, MixerPositions, Position
@@ -28,9 +28,10 @@ class Rotary(Position):
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.config = config.position
-        head_dim = init.dimensions.head_dim
+        mixer = lookup("mixer", config.block.mixer)
+        width = mixer.rotary_width(LayerConfig(config, init.dimensions))
         is_whole_head = config.position.rope_type == "proportional"
-        self.num_dims = head_dim if is_whole_head else int(head_dim * config.position.rotary_pct)
+        self.num_dims = width if is_whole_head else int(width * config.position.rotary_pct)
 
     def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
         """Returns the rotary table of the positions, and the factors of queries."""

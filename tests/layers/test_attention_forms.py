@@ -15,6 +15,7 @@ from tests.small_models import random_batch, random_params, tiny_config
     [
         {"attn_logits_soft_cap": 2.0, "base_num_kv_heads": 1},
         {"attention_types": [[["local"], 1]], "sliding_window_size": 9, "attention_scale": 0.7},
+        {"mixer": "latent_attention", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ EXPERTS = {"num_experts": 2, "moe_mlp_dim": 32}
 MODELS = {
     "attention": ({}, ATTENTION, ("mlpwi", "activations", "mlpwo")),
     "local": ({"mixer": "local_attention", "sliding_window_size": 16}, ATTENTION, ("mlpwo",)),
+    "latent": ({"mixer": "latent_attention"}, ATTENTION, ("mlpwo",)),
     "linear": ({"mixer": "linear_attention"}, NO_SOFTMAX, ("mlpwo",)),
     "static SGU": ({"static_sgu": True}, (*ATTENTION, "static_sgu"), ("mlpwo",)),
     "pattention": (

@@ -37,6 +37,14 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
 # Several chunks: of one alone the state has no gradient, which the formula counts.
 LINEAR = kinds("linear", "global") | {"linear_attention.chunk": 5}
 
+LATENT = {
+    "mixer": "latent_attention",
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 3,
+}
+
 # name -> (decoder_block, keys)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {"base_num_kv_heads": 2, "use_qk_norm": True}),
@@ -49,6 +57,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama2",
         kinds("local", "global")
         | {"attention_sinks": True, "attention_output_gate": True, "base_num_kv_heads": 2},
+    ),
+    "latent attention": (
+        "llama2",
+        LATENT | {"q_lora_rank": 10, "rope_type": "yarn", "rope_pairs": "adjacent"} | DROPS,
     ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
@@ -246,6 +258,7 @@ def sums_as_products():
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
 REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
+ON_DEVICES = (*REPRESENTATIVE, "latent attention", "post-norm and pre-norm layers, joint norms")
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
@@ -280,7 +293,7 @@ def test_costly_conformance(name):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, "post-norm and pre-norm layers, joint norms"])
+@pytest.mark.parametrize("name", ON_DEVICES)
 def test_conformance_on_devices(name):
     subject = subject_of(*ARCHITECTURES[name])
     [check] = (check for check in CHECKS if check.name == DEVICES)

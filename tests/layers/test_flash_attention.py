@@ -250,6 +250,25 @@ def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, ti
     assert sum("_fwd" in name for name in names) == times
 
 
+@pytest.mark.parametrize("value_width", [8, 24])
+def test_cudnn_is_given_heads_of_one_width(value_width, monkeypatch):
+    """JAX's own form, which refuses two widths as well, stands in place of cuDNN's."""
+    plain = jax.nn.dot_product_attention
+
+    def dot_product(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return plain(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product)
+    q, k, v, _, segments = given(4, 2, 24, True)
+    q, k = q[..., :16], k[..., :16]
+    v = v[..., :value_width]
+    spec = AttentionSpec()
+    found = flash_attention._cudnn(None, None, q, k, v, segments, segments, spec=spec)
+    expected = dot_product_attention(q, k, v, spec, segments_BT=segments)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_cudnn_compiles_each_kernel_once(monkeypatch):
     model = tiny_config("muddformer", mlp_dim_multiple=8, scan_layers=False).model
     assert len({layer.dimensions.mlp_dim for layer in model.layers}) == 3

@@ -42,6 +42,18 @@ DENSE = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
 GROUPED = {"base_num_kv_heads": 2}
+LATENT = {
+    "mixer": "latent_attention",
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+MIXED_CONTEXT = {
+    "ici_fsdp_parallelism": 2,
+    "ici_context_parallelism": 2,
+    "ici_tensor_parallelism": 2,
+}
 TOKENFORMER = {"family": "tokenformer", "slot_num": 16}
 MUDD = DENSE | {"family": "muddformer"}
 # name -> (keys of the model, keys of the mesh)
@@ -128,6 +140,8 @@ CASES = {
         | {"attention_sinks": True, "attention_output_gate": True, "attention_block_size": 2},
         SPLIT | RING,
     ),
+    "latent attention": (LATENT | {"q_lora_rank": 16}, MIXED_CONTEXT),
+    "latent attention, ring": (LATENT, MIXED_CONTEXT | RING),
     "many blocks of a window": (
         GROUPED
         | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},

@@ -557,7 +557,10 @@ def _positions_key(layer: LayerConfig) -> Any:
     d = layer.dimensions
     part = lookup("position", config.position_embedding)
     reads = part.for_mixers is not Position.for_mixers
-    return (config, d.head_dim, d.num_query_heads) if reads else None
+    if not reads:
+        return None
+    mixer = lookup("mixer", layer.config.block.mixer)
+    return config, d.head_dim, d.num_query_heads, mixer.rotary_width(layer)
 
 
 def _positions_in_documents(batch: Batch) -> jax.Array:

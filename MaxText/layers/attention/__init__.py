@@ -2,6 +2,6 @@
 
 Import from the modules: `attention.py` has the mixer, `attention_core.py` softmax attention in
 blocks, `flash_attention.py` fused kernels, `ring_attention.py` sequences divided over devices,
-`linear_attention.py` and `static_sgu.py` further mixers. The package itself imports none of them,
-so that `kv_cache.py` can import one while another imports the caches.
+`latent_attention.py`, `linear_attention.py` and `static_sgu.py` further mixers. The package itself
+imports none of them, so that `kv_cache.py` can import one while another imports the caches.
 """

@@ -152,7 +152,7 @@ class Attention(Mixer):
         sinks = functools.partial(
             param,
             rngs,
-            (self.heads(init.dimensions).num_query_heads,),
+            (self.heads(config, init.dimensions).num_query_heads,),
             ("q_heads",),
             zeros,
             dtype=init.weight_dtype,
@@ -208,7 +208,7 @@ class Attention(Mixer):
         return config.causal
 
     @classmethod
-    def heads(cls, dimensions: Dimensions) -> Heads:
+    def heads(cls, config: ModelConfig, dimensions: Dimensions) -> Heads:
         """Returns the heads that `project_inputs` makes, for `flops`, `state_bytes` and kernels."""
         return Heads(
             num_query_heads=dimensions.num_query_heads,
@@ -276,7 +276,7 @@ class Attention(Mixer):
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs of the products q k and p v; see `Part.flops`."""
         attention = config.attention
-        heads = cls.heads(dimensions)
+        heads = cls.heads(config, dimensions)
         memories = attention.num_mem_kv if cls.has_memories else 0
         visible = average_keys_visible(
             length, causal=cls.is_causal(attention), window=cls.sliding_window(attention)
@@ -306,7 +306,7 @@ class Attention(Mixer):
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of keys and values; see `Part.state_bytes`."""
-        heads = cls.heads(dimensions)
+        heads = cls.heads(config, dimensions)
         key_size = heads.num_key_heads * heads.key_width
         value_size = heads.num_value_heads * heads.value_width
         bytes_per_token = (key_size + value_size) * itemsize

@@ -91,7 +91,8 @@ def _unsupported_reason(
     config, dimensions = layer
     attention = config.attention
     window = mixer.sliding_window(attention)
-    heads = mixer.heads(dimensions)
+    heads = mixer.heads(config, dimensions)
+    width = max(heads.key_width, heads.value_width)
     precision = config.numerics.matmul_precision
     dtype = np.dtype(config.numerics.dtype)
     is_split = num_length_parts > 1
@@ -110,7 +111,7 @@ def _unsupported_reason(
     if backend == "gpu":
         limits += [
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
-            (heads.key_width % 8, f"head_dim {heads.key_width} is not a multiple of 8"),
+            (width % 8, f"head_dim {width} is not a multiple of 8"),
             (
                 attention.attention_sinks,
                 "cuDNN's kernel gives no gradient of the log-sum-exp, which attention_sinks needs",
@@ -123,7 +124,6 @@ def _unsupported_reason(
         ]
     else:
         length = dimensions.max_target_length
-        width = max(heads.key_width, heads.value_width)
         is_large = width * dtype.itemsize > _LARGEST_HEAD
         on_each_device = f" on each of {num_length_parts} devices" if is_split else ""
         limits += [
@@ -166,7 +166,7 @@ def cudnn_failure_reason(
     # Other sizes, such as mlp_dim, would only compile the same kernel again.
     shapes = dict.fromkeys(
         (
-            mixer.heads(dimensions),
+            mixer.heads(layer_config, dimensions),
             AttentionSpec(
                 causal=mixer.is_causal(layer_config.attention),
                 window=mixer.sliding_window(layer_config.attention),
@@ -487,14 +487,25 @@ def _cudnn(  # noqa: PLR0917
         mask_B1TS = seen_TS[None, None] if mask_B1TS is None else mask_B1TS & seen_TS
         is_causal = False
         window = None
+    value_width = v_BSKH.shape[-1]
+    scale = spec.scale
+    if value_width != q_BTNH.shape[-1]:  # JAX's binding has one width
+        scale = spec.scale_for(q_BTNH.shape[-1])
+        width = max(q_BTNH.shape[-1], value_width)
+        q_BTNH, k_BSKH, v_BSKH = (_padded(x, width) for x in (q_BTNH, k_BSKH, v_BSKH))
     o_BTNH = jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
         mask=mask_B1TS,
-        scale=spec.scale,
+        scale=scale,
         is_causal=is_causal,
         local_window_size=window,
         implementation="cudnn",
-    )
+    )[..., :value_width]
     return checkpoint_name(o_BTNH, _RESIDUALS)
+
+
+def _padded(x_BTNH: jax.Array, width: int) -> jax.Array:
+    """Returns heads with zeros behind them, [B, T, N, width]."""
+    return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, width - x_BTNH.shape[-1])))
