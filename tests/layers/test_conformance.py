@@ -63,6 +63,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         TWO_EXPERTS
         | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
     ),
+    "experts of DeepSeek V3": (
+        "llama2",
+        TWO_EXPERTS
+        | {"routed_score_func": "sigmoid", "routed_scaling_factor": 2.5}
+        | {"n_routing_groups": 2, "topk_routing_group": 1, "router_z_loss_weight": 0.01}
+        | {"layer_pattern": "DE", "layer_kinds": {"D": {"num_experts": 1}, "E": {}}},
+    ),
     "muddformer": ("muddformer", MUDD),
     "a pattern of layers": (
         "llama2",

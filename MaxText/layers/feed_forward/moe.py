@@ -12,7 +12,7 @@ token, L = E * C slots.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -31,6 +31,16 @@ from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
 _ROUTING = 9  # RNG stream id within a layer; block.py has the others
+
+
+# routed_score_func -> scores of one expert, whatever the others' logits.
+_POSITIVE_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    # The gradient of a root at 0, to which softplus underflows, is infinite.
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), _SMALLEST)),
+}
+_SMALLEST = jnp.finfo(jnp.float32).tiny
+_SUM_EPSILON = 1e-20  # added to sums of these scores, which may underflow
 
 
 class ExpertCapacity(NamedTuple):
@@ -67,6 +77,23 @@ def expert_capacity(config: MoEConfig, length: int, factor: float) -> ExpertCapa
     group = group_size(config, length)
     slots = max(min(group, int(group * factor / config.num_experts)), 1)
     return ExpertCapacity(group, slots)
+
+
+def _within_best_groups(scores_GSE: jax.Array, config: MoEConfig) -> jax.Array:
+    """Returns the scores, with -inf for experts outside of a token's best groups.
+
+    Args:
+      scores_GSE: Scores of the experts.
+      config: Number of groups, how many a token chooses from, and the score of a group.
+    """
+    num_groups = config.n_routing_groups
+    num_chosen = num_groups if config.topk_routing_group == -1 else config.topk_routing_group
+    scores_GSnE = scores_GSE.reshape(*scores_GSE.shape[:2], num_groups, -1)
+    best_GSnk, _ = jax.lax.top_k(scores_GSnE, 1 if config.routing_group_score == "max" else 2)
+    _, groups_GSk = jax.lax.top_k(best_GSnk.sum(-1), num_chosen)
+    is_chosen_GSn = jax.nn.one_hot(groups_GSk, num_groups, dtype=jnp.bool).any(-2)
+    chosen_GSnE = jnp.where(is_chosen_GSn[..., None], scores_GSnE, -jnp.inf)
+    return chosen_GSnE.reshape(scores_GSE.shape)
 
 
 class Experts(nnx.Module):
@@ -140,8 +167,14 @@ def input_kernel_names(activations: Sequence[str]) -> list[str]:
 class RoutedMoE(nnx.Module):
     """A feed-forward of experts: y = sum over a token's experts of gate * expert(x).
 
-    Gates are the largest of p = softmax(x Wg), float32: p itself for one expert per token (Fedus et
-    al. 2021), else divided by their sum (Lepikhin et al. 2020, Jiang et al. 2024).
+    A token goes to the K experts of the largest scores, and its gates are these scores, float32.
+    With x Wg the logits of the router, scores are softmax(x Wg), sigmoid(x Wg) (DeepSeek-AI 2024,
+    V3), sqrt(softplus(x Wg)) (V4), or the logits, whose softmax over the chosen ones are the gates
+    (gpt-oss). Gates are divided by their sum if a token has several experts (Lepikhin et al. 2020,
+    Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`.
+
+    With groups, only experts of the best groups of consecutive experts are chosen, so that a token
+    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2).
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
@@ -169,12 +202,12 @@ class RoutedMoE(nnx.Module):
         capacity = self._capacity(length, context)
         x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
         logits_GSE = self.gate(x_GSD)
-        p_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        p_GSE, scores_GSE = self._scores(logits_GSE)
         record(p_GSE.reshape(batch, length, -1), "router_probabilities")
         is_token_GS = jnp.ones(x_GSD.shape[:2], bool)
         if context.segments_BT is not None:
             is_token_GS = (context.segments_BT > 0).reshape(x_GSD.shape[:2])
-        routing = self._route(p_GSE, is_token_GS, context)
+        routing = self._route(scores_GSE, is_token_GS, context)
         losses = self._auxiliary_losses(logits_GSE, p_GSE, routing.experts_GSK, is_token_GS)
         if capacity is None:
             y_GSD = self._dropless(x_GSD, routing)
@@ -195,18 +228,42 @@ class RoutedMoE(nnx.Module):
             return group_size(config, length) if has_sharded_experts else None
         return expert_capacity(config, length, factor).slots
 
-    def _route(self, p_GSE: jax.Array, is_token_GS: jax.Array, context: ForwardContext) -> _Routing:
+    def _scores(self, logits_GSE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns probabilities, which sum to 1, and the scores that experts are chosen by.
+
+        Args:
+          logits_GSE: Of the router, float32.
+        """
+        score_func = self.config.routed_score_func
+        if score_func in _POSITIVE_SCORES:
+            scores_GSE = _POSITIVE_SCORES[score_func](logits_GSE)
+            sum_GS1 = scores_GSE.sum(-1, keepdims=True)
+            return scores_GSE / (sum_GS1 + _SUM_EPSILON), scores_GSE
+        p_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        return p_GSE, logits_GSE if score_func == "topk_softmax" else p_GSE
+
+    def _route(
+        self, scores_GSE: jax.Array, is_token_GS: jax.Array, context: ForwardContext
+    ) -> _Routing:
         """Returns the experts of each token.
 
         Args:
-          p_GSE: Probabilities of the router, float32.
+          scores_GSE: Scores of the experts, float32.
           is_token_GS: False for padding, which no expert computes.
           context: Facts about the batch.
         """
-        gates_GSK, experts_GSK = jax.lax.top_k(p_GSE, self.config.num_experts_per_tok)
-        if self.config.num_experts_per_tok > 1:
-            gates_GSK = gates_GSK / (gates_GSK.sum(-1, keepdims=True) + 1e-9)
+        config = self.config
+        if config.n_routing_groups != -1:
+            scores_GSE = _within_best_groups(scores_GSE, config)
+        gates_GSK, experts_GSK = jax.lax.top_k(scores_GSE, config.num_experts_per_tok)
+        if config.routed_score_func == "topk_softmax":
+            gates_GSK = jax.nn.softmax(gates_GSK, axis=-1)
+        if config.normalizes_gates:
+            epsilon = 1e-9 if config.routed_score_func == "softmax" else _SUM_EPSILON
+            gates_GSK = gates_GSK / (gates_GSK.sum(-1, keepdims=True) + epsilon)
         is_routed_GSK = is_token_GS[..., None] & self._policy(gates_GSK, context)
+        if config.routed_scaling_factor != 1:
+            gates_GSK = gates_GSK * config.routed_scaling_factor
         return _Routing(gates_GSK, experts_GSK, is_routed_GSK)
 
     def _policy(self, gates_GSK: jax.Array, context: ForwardContext) -> jax.Array:
