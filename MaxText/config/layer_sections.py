@@ -364,6 +364,7 @@ _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 _TWO_EXPERTS = {"num_experts_per_tok": 2}
 _SCORES_OF_ALL = {"routed_score_func": ["softmax", "sigmoid", "sqrtsoftplus"]}
+_SHARED = {"shared_experts": OtherThan((0,))}
 _GROUPS = {"n_routing_groups": OtherThan((-1,))}
 
 
@@ -407,6 +408,15 @@ class MoEConfig(Section):
     """Groups that a token chooses from (DeepSeek V3: 4); -1 is all."""
     routing_group_score: Literal["max", "top2_sum"] = key("top2_sum", only_if=_GROUPS)
     """Score of a group: its best expert's (DeepSeek V2), or the sum of its best two (V3)."""
+    router_bias: bool = key(False, "Bias of the router's logits (gpt-oss).")
+    expert_bias: bool = key(False, "Biases of the experts (gpt-oss).")
+    shared_experts: Natural = key(0)
+    """Experts that every token visits, beside those of the router: one MLP of their width together
+    (DeepSeek, Qwen3-Next: 1)."""
+    shared_expert_mlp_dim: CountOrAuto = key(-1, only_if=_SHARED)
+    """Hidden width of a shared expert; -1 is that of other experts."""
+    shared_expert_gate: bool = key(False, only_if=_SHARED)
+    """Multiply the output of the shared experts by sigmoid(x w), a number per token (Qwen)."""
     capacity_factor: float = key(-1.0, ge=-1)
     """Expert capacity in training: this factor times tokens / experts of a group; -1 is
     dropless."""
@@ -419,6 +429,16 @@ class MoEConfig(Section):
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpertConfig = SecondExpertConfig()
+
+    def width(self, mlp_dim: int) -> int:
+        """Returns the hidden width F of an expert, where a dense MLP has `mlp_dim`."""
+        return mlp_dim if self.moe_mlp_dim == -1 else self.moe_mlp_dim
+
+    def shared_width(self, mlp_dim: int) -> int:
+        """Returns the hidden width of all shared experts together; 0 without any."""
+        is_own = self.shared_expert_mlp_dim != -1
+        width = self.shared_expert_mlp_dim if is_own else self.width(mlp_dim)
+        return self.shared_experts * width
 
     @property
     def normalizes_gates(self) -> bool:

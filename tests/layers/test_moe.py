@@ -12,6 +12,8 @@ from MaxText.layers.context import ForwardContext
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, random_params, tiny_config
 
+WI = ("wi_0", "wi_1")  # kernels before the activations
+
 
 def experts(**keys):
     """The experts of a layer, jitted with a context, and their weights in float64."""
@@ -31,6 +33,27 @@ def experts(**keys):
             return model.merge({**params, "layers": first}).layers.mlp(x, context)
 
     return run, jax.tree.map(lambda x: np.asarray(x, np.float64), first["mlp"])
+
+
+def test_biases_and_shared_experts():
+    """Both dispatches agree with gpt-oss's and Qwen's terms, added token by token."""
+    keys = {"router_bias": True, "expert_bias": True, "shared_experts": 2, "moe_mlp_dim": 24}
+    keys |= {"shared_expert_gate": True, "shared_expert_mlp_dim": 12}
+    x = tokens()
+    for factor in (-1.0, 4.0):  # dropless, and a capacity that drops nothing
+        run, weights = experts(capacity_factor=factor, **keys)
+        shared = weights["shared_experts"]
+        assert shared["wo"]["kernel"].shape == (24, 32)
+        expected = []
+        for x_D in x[0].astype(np.float64):
+            logits = x_D @ weights["gate"]["kernel"] + weights["gate"]["bias"]
+            chosen, gates = chosen_by_hand(logits, {"num_experts_per_tok": 2})
+            y_D = gates @ [expert_by_hand(weights["experts"], expert, x_D) for expert in chosen]
+            branches = [x_D @ shared[name]["kernel"] + shared[name]["bias"] for name in WI]
+            shared_D = silu(branches[0]) * branches[1] @ shared["wo"]["kernel"]
+            gate = 1 / (1 + np.exp(-x_D @ shared["gate"]["kernel"]))
+            expected.append(y_D + gate * (shared_D + shared["wo"]["bias"]))
+        np.testing.assert_allclose(run(x, training=True)[0][0], expected, atol=2e-5)
 
 
 def tokens(rows=1, length=16):
@@ -119,8 +142,12 @@ def test_scores_of_tiny_probability_have_gradients(score_func):
 
 def expert_by_hand(experts, expert, x):
     """The output of one expert for one token."""
-    hidden = silu(x @ experts["wi_0"][expert]) * (x @ experts["wi_1"][expert])
-    return hidden @ experts["wo"][expert]
+    branches = [x @ experts[name][expert] for name in WI]
+    if "wo_bias" in experts:
+        biases = [experts[f"{name}_bias"][expert] for name in WI]
+        branches = [branch + bias for branch, bias in zip(branches, biases, strict=True)]
+    y = silu(branches[0]) * branches[1] @ experts["wo"][expert]
+    return y + experts["wo_bias"][expert] if "wo_bias" in experts else y
 
 
 def by_hand(weights, x_SD, capacity=None, kept=None):

@@ -26,7 +26,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.feed_forward.activations import ACTIVATIONS, clamped
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
-from MaxText.layers.params import Init, Initializer, Shape, param
+from MaxText.layers.params import Init, Initializer, Shape, param, zeros
 from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
@@ -56,6 +56,15 @@ class _Routing(NamedTuple):
     gates_GSK: jax.Array  # factors of the experts' outputs, float32
     experts_GSK: jax.Array  # chosen experts, best first, int32
     is_routed_GSK: jax.Array  # False for padding and for choices that the policy leaves out
+
+
+class _ExpertWeights(NamedTuple):
+    """Kernels and biases of all experts, in the dtype of activations."""
+
+    wi: list[jax.Array]  # kernels [E, D, F] of each activation
+    wo: jax.Array  # kernels [E, F, D] back to the residual stream
+    wi_biases: list[jax.Array] | None = None  # [E, F] of each activation
+    wo_bias: jax.Array | None = None  # [E, D]
 
 
 def group_size(config: MoEConfig, length: int) -> int:
@@ -97,7 +106,11 @@ def _within_best_groups(scores_GSE: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 class Experts(nnx.Module):
-    """E MLPs without biases, plain or gated, stacked along an expert axis."""
+    """E MLPs, plain or gated, stacked along an expert axis.
+
+    Kernels of expert e are wi_i[e], [D, F], and wo[e], [F, D]; biases are wi_i_bias[e], [F], and
+    wo_bias[e], [D].
+    """
 
     def __init__(
         self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
@@ -111,7 +124,7 @@ class Experts(nnx.Module):
           rngs: RNG streams that weights are drawn from.
         """
         num_experts = config.num_experts
-        width = init.dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        width = config.width(init.dimensions.mlp_dim)
         activations = config.moe_activations or feed_forward.mlp_activations
         D = init.dimensions.emb_dim
         draw = init.initializers
@@ -139,14 +152,25 @@ class Experts(nnx.Module):
         for name in self.input_names:
             setattr(self, name, matrices(D, width, ("embed", "mlp"), draw.kernel))
         self.wo = matrices(width, D, ("mlp", "embed"), draw.output)
+        self.has_biases = config.expert_bias
+        if self.has_biases:
+            dtype = init.weight_dtype
+            for name in self.input_names:
+                bias = param(rngs, (num_experts, width), ("exp", "mlp"), zeros, dtype=dtype)
+                setattr(self, f"{name}_bias", bias)
+            self.wo_bias = param(rngs, (num_experts, D), ("exp", "embed"), zeros, dtype=dtype)
 
-    def inputs(self) -> list[jax.Array]:
-        """Returns the kernels [E, D, F] of each activation, in the dtype of activations."""
-        return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
+    def weights(self) -> _ExpertWeights:
+        """Returns the weights in the dtype of activations."""
 
-    def outputs(self) -> jax.Array:
-        """Returns the kernels [E, F, D] back to the residual stream."""
-        return self.wo[...].astype(self.dtype)
+        def cast(name: str) -> jax.Array:
+            return getattr(self, name)[...].astype(self.dtype)
+
+        weights = _ExpertWeights(wi=[cast(name) for name in self.input_names], wo=cast("wo"))
+        if not self.has_biases:
+            return weights
+        wi_biases = [cast(f"{name}_bias") for name in self.input_names]
+        return weights._replace(wi_biases=wi_biases, wo_bias=cast("wo_bias"))
 
     def gated(self, branches: Sequence[jax.Array]) -> jax.Array:
         """Returns the product of the activated branches, one per activation."""
@@ -174,7 +198,8 @@ class RoutedMoE(nnx.Module):
     Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`.
 
     With groups, only experts of the best groups of consecutive experts are chosen, so that a token
-    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2).
+    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2). Shared experts are one MLP that every
+    token visits, whose output is added (Dai et al. 2024, section 3.2).
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
@@ -182,19 +207,48 @@ class RoutedMoE(nnx.Module):
     drops nothing, as it sees a text in other groups than training.
     """
 
-    rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
-    not_recomputed = ()  # gates read the output of each expert
+    rows: ClassVar = {
+        "gate": "router",
+        "experts": "feed-forward",
+        "shared_experts": "feed-forward",
+    }
+    not_recomputed = ("shared_experts",)  # gates read the output of other experts
 
     def __init__(
-        self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
+        self,
+        config: MoEConfig,
+        feed_forward: FeedForwardConfig,
+        init: Init,
+        rngs: nnx.Rngs,
+        *,
+        shared_experts: nnx.Module | None = None,
     ):
+        """Declares the weights of the router and the experts.
+
+        Args:
+          config: Number of experts, their sizes, and the way tokens are routed.
+          feed_forward: Activations if experts have none of their own, and the limit of activations.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          shared_experts: MLP that every token visits, a feed-forward part; None for none.
+        """
         D = init.dimensions.emb_dim
         E = config.num_experts
         draw = init.initializers.kernel
         self.config = config
         used_in = jnp.dtype(jnp.float32)  # rounding could send a token to another expert
-        self.gate = Dense((D,), (E,), ("embed", None), draw, init, rngs, used_in=used_in)
+        self.gate = Dense(
+            (D,),
+            (E,),
+            ("embed", None),
+            draw,
+            init,
+            rngs,
+            use_bias=config.router_bias,
+            used_in=used_in,
+        )
         self.experts = Experts(config, feed_forward, init, rngs)
+        self.shared_experts = shared_experts
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
@@ -213,7 +267,11 @@ class RoutedMoE(nnx.Module):
             y_GSD = self._dropless(x_GSD, routing)
         else:
             y_GSD = self._capacity_dispatch(x_GSD, routing, capacity)
-        return y_GSD.reshape(batch, length, width), losses
+        y_BTD = y_GSD.reshape(batch, length, width)
+        if self.shared_experts is not None:
+            shared_BTD, _ = self.shared_experts(x_BTD, context)
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, losses
 
     def _capacity(self, length: int, context: ForwardContext) -> int | None:
         """Returns C, or None to compute experts without a capacity."""
@@ -383,11 +441,19 @@ class RoutedMoE(nnx.Module):
         if dot is jax.lax.dot_general and is_exact_on_cpu(experts.precision, x_GECD):
             dot = dot_in_double
         einsum = functools.partial(jnp.einsum, precision=experts.precision, _dot_general=dot)
-        branches = [
-            tag(einsum("gecd,edf->gecf", x_GECD, kernel), "mlpwi") for kernel in experts.inputs()
-        ]
+        weights = experts.weights()
+        branches = [einsum("gecd,edf->gecf", x_GECD, kernel) for kernel in weights.wi]
+        if weights.wi_biases is not None:
+            branches = [
+                branch_GECF + bias_EF[:, None]
+                for branch_GECF, bias_EF in zip(branches, weights.wi_biases, strict=True)
+            ]
+        branches = [tag(branch_GECF, "mlpwi") for branch_GECF in branches]
         h_GECF = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
-        out_GECD = tag(einsum("gecf,efd->gecd", h_GECF, experts.outputs()), "mlpwo")
+        out_GECD = einsum("gecf,efd->gecd", h_GECF, weights.wo)
+        if weights.wo_bias is not None:
+            out_GECD = out_GECD + weights.wo_bias[:, None]
+        out_GECD = tag(out_GECD, "mlpwo")
         return with_logical_constraint(with_logical_constraint(out_GECD, *by_expert), *by_group)
 
     def _dropless(self, x_GSD: jax.Array, routing: _Routing) -> jax.Array:
@@ -401,7 +467,8 @@ class RoutedMoE(nnx.Module):
           routing: Their experts.
         """
         experts = self.experts
-        operands = (x_GSD, routing, experts.inputs(), experts.outputs())
+        weights = experts.weights()
+        operands = (x_GSD, routing, weights)
         mesh_axes = axes_of_current_mesh("activation_batch", "activation_length", "activation_mlp")
         if mesh_axes is None:
             return self._dropless_on_one_device(*operands)
@@ -411,12 +478,16 @@ class RoutedMoE(nnx.Module):
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
             tensor_axes = ()  # a width that the axes do not divide is replicated
         by_token = PartitionSpec(batch_axes, length_axes)
-        inputs = PartitionSpec(None, None, tensor_axes)
-        outputs = PartitionSpec(None, tensor_axes)
+        by_width = weights._replace(
+            wi=PartitionSpec(None, None, tensor_axes),
+            wo=PartitionSpec(None, tensor_axes),
+            wi_biases=PartitionSpec(None, tensor_axes),
+            wo_bias=PartitionSpec(),
+        )
         return jax.shard_map(
             functools.partial(self._dropless_on_one_device, tensor_axes=tensor_axes),
             mesh=mesh,
-            in_specs=(by_token, by_token, inputs, outputs),
+            in_specs=(by_token, by_token, by_width),
             out_specs=by_token,
             check_vma=False,
         )(*operands)
@@ -425,8 +496,7 @@ class RoutedMoE(nnx.Module):
         self,
         x_GSD: jax.Array,
         routing: _Routing,
-        wi: list[jax.Array],
-        wo: jax.Array,
+        weights: _ExpertWeights,
         tensor_axes: tuple[str, ...] = (),
     ) -> jax.Array:
         """Returns y_GSD of a device's tokens, sorted by expert for ragged products.
@@ -434,8 +504,7 @@ class RoutedMoE(nnx.Module):
         Args:
           x_GSD: Tokens of this device.
           routing: Their experts.
-          wi: Kernels [E, D, F] of each activation.
-          wo: Kernels [E, F, D].
+          weights: Of all experts.
           tensor_axes: Mesh axes that divide F: outputs are summed over them.
         """
         experts = self.experts
@@ -453,10 +522,18 @@ class RoutedMoE(nnx.Module):
         ragged_dot = functools.partial(
             jax.lax.ragged_dot, group_sizes=sizes, precision=experts.precision
         )
-        branches = [tag(ragged_dot(sorted_tokens, kernel), "mlpwi") for kernel in wi]
-        out = tag(ragged_dot(experts.gated(branches), wo), "mlpwo")
+        branches = [ragged_dot(sorted_tokens, kernel) for kernel in weights.wi]
+        if weights.wi_biases is not None:
+            branches = [
+                branch + bias_EF[expert_of_pair[order]]
+                for branch, bias_EF in zip(branches, weights.wi_biases, strict=True)
+            ]
+        branches = [tag(branch, "mlpwi") for branch in branches]
+        out = tag(ragged_dot(experts.gated(branches), weights.wo), "mlpwo")
         if tensor_axes:
             out = jax.lax.psum(out, tensor_axes)
+        if weights.wo_bias is not None:
+            out = out + weights.wo_bias[expert_of_pair[order]]
         gates = (routing.gates_GSK * routing.is_routed_GSK).reshape(-1)[order]
         out = out * gates[:, None].astype(out.dtype)
         y = take_rows(out, position_of_pair, order[:, None]).reshape(-1, num_choices, width)
