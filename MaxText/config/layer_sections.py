@@ -426,6 +426,9 @@ class MoEConfig(Section):
     """Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole
     sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
+    load_balance_choices: Literal["first", "all"] = key("first")
+    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or the mean
+    over all, 1 / num_experts_per_tok of the loss of transformers and DeepSeek."""
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpertConfig = SecondExpertConfig()

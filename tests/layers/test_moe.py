@@ -193,6 +193,17 @@ def test_tokens_visit_their_experts(factor):
     np.testing.assert_allclose(scalars["moe_lb_loss"], 0.01 * total, rtol=1e-4)
 
 
+def test_balance_of_all_choices():
+    run, weights = experts(load_balance_choices="all", num_experts_per_tok=3)
+    x = tokens()
+    p = softmax(x[0].astype(np.float64) @ weights["gate"]["kernel"], axis=-1)
+    chosen = np.argsort(-p, axis=-1)[:, :3]
+    share = np.bincount(chosen.ravel(), minlength=4) / chosen.size
+    losses = run(x, training=True)[1]
+    expected = 0.01 * 16 * 4 * (share * p.mean(0)).sum()  # of 16 tokens
+    np.testing.assert_allclose(losses["moe_lb_loss"], expected, rtol=1e-4)
+
+
 def test_outside_of_training_no_token_is_dropped():
     run, weights = experts(capacity_factor=0.25)
     x = tokens()

@@ -354,16 +354,20 @@ class RoutedMoE(nnx.Module):
     ) -> Scalars:
         """Returns weighted load balance and router z losses, summed over tokens.
 
-        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e,
-        P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
+        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e
+        (Lepikhin et al. 2020, section 2.2), or the share of all choices that are e, P_e the mean of
+        p_e. Both are 1 for a router without preferences. Router z loss: logsumexp(logits)^2
         (Zoph et al. 2022, equation 5).
         """
         config = self.config
         num_experts = p_GSE.shape[-1]
         is_token = is_token_GS[..., None].astype(jnp.float32)
         count_G1 = jnp.maximum(is_token.sum(1), 1.0)
-        first_GSE = jax.nn.one_hot(experts_GSK[..., 0], num_experts) * is_token
-        share_GE = first_GSE.sum(1) / count_G1
+        if config.load_balance_choices == "all":
+            choices_GSE = jax.nn.one_hot(experts_GSK, num_experts).mean(2) * is_token
+        else:
+            choices_GSE = jax.nn.one_hot(experts_GSK[..., 0], num_experts) * is_token
+        share_GE = choices_GSE.sum(1) / count_G1
         mean_p_GE = (p_GSE * is_token).sum(1) / count_G1
         balance_G = num_experts * (share_GE * mean_p_GE).sum(-1)
         balance = (balance_G * is_token.sum((1, 2))).sum()
