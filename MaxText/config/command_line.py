@@ -355,6 +355,13 @@ def _help_key(key: Key, loaded: LoadedConfig | None) -> str:
     facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
+    if key.name == "model_name":
+        families = config_files.by_family(config_files.preset_names(config_files.MODELS))
+        lines += ["  presets:", *(f"    {line}" for line in families)]
+    elif key.name == "decoder_block":
+        lines.append(
+            f"  blocks:   {', '.join(config_files.preset_names(config_files.DECODER_BLOCKS))}"
+        )
     if loaded is not None:
         value = values.to_yaml(flatten(loaded.config)[key.name])
         lines.append(f"  now:      {value} ({loaded.origins[key.name].place})")

@@ -282,7 +282,7 @@ class AttentionConfig(Section):
     """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
     attention_sinks: bool = key(False)
     """A learned score per head that takes part in the softmax without a value, so that a query may
-    attend to nothing (gpt-oss)."""
+    attend to nothing (gpt-oss). adamw_mask=[sinks] exempts it from weight decay."""
     attention_output_gate: bool = key(False)
     """Multiply the heads' outputs by sigmoid(W x) before the output projection, x the input of the
     layer's attention (Qiu et al. 2025; Qwen3-Next)."""

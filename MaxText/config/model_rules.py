@@ -160,6 +160,34 @@ def _learned_positions_suffice(config: Config) -> ConfigIssue | None:
     )
 
 
+@rule("hidden_size_per_layer_input", "mlp_activations")
+def _per_layer_inputs_have_a_gate(config: Config) -> ConfigIssue | None:
+    embedding = config.model.embedding
+    activations = config.model.feed_forward.mlp_activations[:1]
+    if not embedding.hidden_size_per_layer_input or not set(activations) & set(
+        get_args(NotElementwise)
+    ):
+        return None
+    return ConfigIssue(
+        message=f"hidden_size_per_layer_input: its gate has the first of mlp_activations, and "
+        f"{activations[0]} is not elementwise",
+        keys=("mlp_activations", "hidden_size_per_layer_input"),
+    )
+
+
+@rule("vocab_size_per_layer_input", "hidden_size_per_layer_input", "vocab_size")
+def _per_layer_inputs_have_all_ids(config: Config) -> ConfigIssue | None:
+    embedding = config.model.embedding
+    num_rows = embedding.vocab_size_per_layer_input
+    vocab_size = config.model.shape.vocab_size
+    if not embedding.hidden_size_per_layer_input or num_rows == -1 or num_rows >= vocab_size:
+        return None
+    return ConfigIssue(
+        message=f"vocab_size_per_layer_input={num_rows} is less than vocab_size={vocab_size}",
+        keys=("vocab_size_per_layer_input", "vocab_size"),
+    )
+
+
 @rule("mlp_activations")
 def _mlp_has_an_activation(config: Config) -> ConfigIssue | None:
     if config.model.feed_forward.mlp_activations:

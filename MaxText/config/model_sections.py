@@ -108,6 +108,13 @@ class EmbeddingConfig(Section):
     it."""
     embedding_multiplier: Positive = key(1.0)
     """Factor of token embeddings, not of a tied head (Granite)."""
+    hidden_size_per_layer_input: Natural = key(0)
+    """Per-layer embeddings: each layer also reads a vector of this width, from a table of its own
+    and a projection of the token embedding (Gemma 4, E2B and E4B: 256); 0 disables."""
+    vocab_size_per_layer_input: CountOrAuto = key(
+        -1, only_if={"hidden_size_per_layer_input": OtherThan((0,))}
+    )
+    """Rows of the table of per-layer embeddings; -1 is vocab_size."""
     embedding_norm: bool = key(False)
     """Norm of the embedding, of normalization_type, positions included (BLOOM, nanochat)."""
     embedding_norm_parametric: bool = key(True, only_if="embedding_norm")

@@ -95,7 +95,7 @@ SOURCE_CHECKS = (
     Check(
         "token ids",
         source_checks.token_ids,
-        "return integers below vocab_size, as an array of one dimension",
+        "return an array of integers below vocab_size; yours is given as vocab_size=N",
     ),
     Check(
         "deterministic",

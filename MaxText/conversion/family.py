@@ -501,8 +501,12 @@ class Family:
         determined = {name for setting in settings for name in setting.keys}
         if self.layers is not None:
             determined |= self.layers.keys
-        choices = {**_choices(self.decoder_block), **self.choices}
-        return {name: value for name, value in choices.items() if name not in determined}
+        return {name: value for name, value in self.all_choices.items() if name not in determined}
+
+    @functools.cached_property
+    def all_choices(self) -> dict[str, Any]:
+        """Choices of the decoder_block and of the family, with defaults."""
+        return {**_choices(self.decoder_block), **self.choices}
 
     def constant_tensors(self, num_layers: int) -> dict[str, float]:
         """Returns `constants` by the names of tensors in a model."""

@@ -24,6 +24,7 @@ from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
 _TEXT_CONFIG = "text_config"
+_NUM_LAYERS = "num_hidden_layers"
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -121,30 +122,21 @@ def config_from_hf(
     kinds = _kinds_of_layers(family, config, problems)
     keys_by_kind = {name: dict(kinds_keys) for name, kinds_keys in kinds.keys_by_name.items()}
     for setting in family.settings:
-        targets = (
-            [keys]
-            if not setting.kinds
-            else [keys_by_kind[name] for name in setting.kinds if name in keys_by_kind]
-        )
-        if not any(_is_relevant(setting, keys | target) for target in targets):
-            continue
-        value, is_default = _value_of(setting, config)
-        converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
-        problem = _problem(setting, value, converted, config)
-        # Omits defaults computed from a value already reported as wrong.
-        if problem and not (problems and callable(setting.default) and is_default):
-            problems.append(_in_names_of(stored, setting.name, problem))
-        if converted is not REQUIRED:
-            # Later defaults may depend on this one.
-            config.setdefault(setting.name, value)
-            if evaluate(setting.implied, config) != value:
-                for target in targets:
-                    target |= dict.fromkeys(setting.keys, converted)
+        targets = [keys]
+        if setting.kinds:
+            targets = [keys_by_kind[name] for name in setting.kinds if name in keys_by_kind]
+        if any(_is_relevant(setting, keys | target) for target in targets):
+            problem, is_computed = _read_setting(setting, config, targets)
+            # Omits defaults computed from a value already reported as wrong.
+            if problem and not (problems and is_computed):
+                problems.append(_in_names_of(stored, setting.name, problem))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{source}: config.json ({family.model_type}) cannot be imported:\n{lines}")
-    if family.layers is not None:
-        keys |= layer_table.keys_of_layers(kinds.names, keys_by_kind, family.layers)
+    if family.layers is not None and kinds.names:
+        keys |= layer_table.keys_of_layers(
+            kinds.names, keys_by_kind, family.layers, family.all_choices
+        )
     keys |= user_keys
     return drop_unused_keys(keys, keys)
 
@@ -158,9 +150,12 @@ class _Kinds(NamedTuple):
 
 def _kinds_of_layers(family: Family, config: dict[str, Any], problems: list[str]) -> _Kinds:
     """Returns the kinds of layers; appends to the problems if they cannot be read."""
-    count = config.get("num_hidden_layers")
-    if family.layers is None or type(count) is not int:
+    if family.layers is None:
         return _Kinds((), {})
+    setting = next(setting for setting in family.settings if setting.name == _NUM_LAYERS)
+    count, _ = _value_of(setting, config)
+    if type(count) is not int:
+        return _Kinds((), {})  # which is reported with the others
     try:
         names = family.layers.read(Layers(config, count))
     except LayerTableError as error:
@@ -168,6 +163,30 @@ def _kinds_of_layers(family: Family, config: dict[str, Any], problems: list[str]
         return _Kinds((), {})
     keys = {kind.name: kind.keys for kind in family.layers.kinds if kind.name in names}
     return _Kinds(names, keys)
+
+
+def _read_setting(
+    setting: ConfigMapping, config: dict[str, Any], targets: Sequence[dict[str, Any]]
+) -> tuple[str, bool]:
+    """Reads a setting from a config.json into keys.
+
+    Args:
+      setting: The setting.
+      config: Of config.json; gets the default of an absent key, which others may depend on.
+      targets: The keys to add to: those of the model, or of kinds of layers.
+
+    Returns:
+      Why the value cannot be imported, empty if it can; and whether it is a computed default.
+    """
+    value, is_default = _value_of(setting, config)
+    converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
+    problem = _problem(setting, value, converted, config)
+    if converted is not REQUIRED:
+        config.setdefault(setting.name, value)
+        if evaluate(setting.implied, config) != value:
+            for target in targets:
+                target |= dict.fromkeys(setting.keys, converted)
+    return problem, callable(setting.default) and is_default
 
 
 def _value_of(setting: ConfigMapping, config: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -600,10 +619,10 @@ def table_names(family: Family) -> set[str]:
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
     if family.layers is not None:
         names |= family.layers.write(()).keys()
+    if family.rotary is not None:
+        names |= {rotary_config.OBJECT, *family.rotary.older_names}
     return names | {
         _MAXTEXT_OBJECT,
-        rotary_config.OBJECT,
-        "rope_scaling",
         "architectures",
         *(("model_type",) if family.has_model_type else ()),
     }

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
 _LAYER_TYPES = "layer_types"
-_SIZES = ("base_num_kv_heads", "head_dim")  # keys of ours that can differ by kind
+# Keys of ours: sizes that can differ by kind, and one that global layers do not read.
+_SIZES = ("base_num_kv_heads", "head_dim")
+_WINDOW = "sliding_window_size"
+_UNSET = object()
 
 
 class LayerKind(NamedTuple):
@@ -75,37 +78,50 @@ class LayerTable:
 
 
 def keys_of_layers(
-    names: Sequence[str], keys_by_kind: Mapping[str, Mapping[str, Any]], table: LayerTable
+    names: Sequence[str],
+    keys_by_kind: Mapping[str, Mapping[str, Any]],
+    table: LayerTable,
+    base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns keys that give each layer those of its kind.
 
-    Keys with the same value in all kinds become the model's, others those of a letter.
+    Keys with the same value in all kinds become the model's. A letter has the others, if they
+    distinguish its kind, or differ from the model's own value.
 
     Args:
       names: The kind of each layer.
       keys_by_kind: The keys of each kind.
       table: Has the letters.
+      base: Values of the model's keys where nothing sets them.
     """
     used = [kind for kind in table.kinds if kind.name in names]
-    common, *others = (keys_by_kind[kind.name] for kind in used)
-    shared = {
-        name: value
-        for name, value in common.items()
-        if all(name in keys and keys[name] == value for keys in others)
-    }
-    if not others:
+    keys_of_used = [keys_by_kind[kind.name] for kind in used]
+    first = keys_of_used[0]
+    all_keys = {name: value for keys in keys_of_used for name, value in keys.items()}
+    shared = {name: value for name, value in all_keys.items() if _is_shared(name, keys_of_used)}
+    if len(used) == 1:
         return shared
-    letter_of = {kind.name: kind.letter for kind in used}
+    # Sizes of the model itself have to fit, too.
+    sizes = {name: value for name, value in first.items() if name in _SIZES}
+    of_model = {**base, **sizes, **shared}
     kinds = {
         kind.letter: {
-            name: value for name, value in keys_by_kind[kind.name].items() if name not in shared
+            name: value
+            for name, value in keys.items()
+            if name not in shared and (name in kind.keys or of_model.get(name, _UNSET) != value)
         }
-        for kind in used
+        for kind, keys in zip(used, keys_of_used, strict=True)
     }
+    letter_of = {kind.name: kind.letter for kind in used}
     pattern = shortest_pattern("".join(letter_of[name] for name in names))
-    # Sizes of the model itself have to fit, too.
-    sizes = {name: value for name, value in common.items() if name in _SIZES}
     return {**sizes, **shared, "layer_pattern": pattern, "layer_kinds": kinds}
+
+
+def _is_shared(name: str, keys_of_kinds: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether a key has one value in all kinds that read it."""
+    values = [keys[name] for keys in keys_of_kinds if name in keys]
+    is_read_by_all = len(values) == len(keys_of_kinds) or name == _WINDOW
+    return is_read_by_all and all(value == values[0] for value in values)
 
 
 def shortest_pattern(letters: str) -> str:

@@ -42,6 +42,12 @@ class RotaryDefaults:
     original_length: int | None = None
     has_alpha: bool = False  # whether `dynamic` with a fixed `alpha` is another base (Hunyuan)
 
+    @property
+    def older_names(self) -> set[str]:
+        """Keys of older files, which the object takes the place of."""
+        names = {*self.theta_names, *self.fraction_names, *self.theta_names_by_kind.values()}
+        return {_OLD_OBJECT, _ORIGINAL_LENGTH, *names}
+
 
 def flattened(config: Mapping[str, Any], defaults: RotaryDefaults, source: str) -> dict[str, Any]:
     """Returns rotary parameters as keys such as "rope_parameters.rope_theta".

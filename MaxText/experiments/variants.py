@@ -439,6 +439,9 @@ def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]
             parts = "; ".join(
                 f"{value} ({', '.join(labels)})" for value, labels in by_value.items()
             )
-            end = ": losses may not be of the same thing" if name in _UNLIKE_LOSSES else ""
+            is_of_data = key.section[:2] == ("data", "parts")  # a key of a data source
+            end = ": losses may not be of the same thing"
+            if not is_of_data and name not in _UNLIKE_LOSSES:
+                end = ""
             lines.append(f"{name}: {parts}{end}")
     return lines

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_reader import OBJECTIVE
 from MaxText.checkpointing.compatibility import (
     ArraySpec,
     ConfigDiff,
@@ -128,6 +129,8 @@ class SourceCheckpoint(NamedTuple):
     ) -> GrowthPlan:
         """Returns the plan for a model with the parameters `param_specs`.
 
+        Weights of an objective are left out if one of the models has none: it has another one.
+
         Args:
           config_flat: The configuration of that model by key, to explain a misfit.
 
@@ -135,6 +138,13 @@ class SourceCheckpoint(NamedTuple):
           UserError: With all misfits.
         """
         stored_specs = self.parameters
+        if any(map(_is_of_objective, stored_specs)) != any(map(_is_of_objective, param_specs)):
+            stored_specs = {
+                name: spec for name, spec in stored_specs.items() if not _is_of_objective(name)
+            }
+            param_specs = {
+                name: spec for name, spec in param_specs.items() if not _is_of_objective(name)
+            }
         new_specs = {
             name: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype))
             for name, spec in param_specs.items()
@@ -174,6 +184,11 @@ class SourceCheckpoint(NamedTuple):
                 "run, or restart the data with growth.data=restart."
             )
         return position
+
+
+def _is_of_objective(name: str) -> bool:
+    """Returns whether a parameter belongs to the objective, by its name."""
+    return name.startswith(f"{OBJECTIVE}/")
 
 
 def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:

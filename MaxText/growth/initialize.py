@@ -40,6 +40,8 @@ def grow_params(growth: PendingGrowth, abstract_params: PyTree, fresh_params: Pa
     def grow_param(tree_path: Any, abstract_param: jax.ShapeDtypeStruct) -> jax.Array:
         name = leaf_path(tree_path)
         fresh = fresh_by_name.pop(name, None)
+        if name not in growth.plan.leaves:  # of an objective that the source does not have
+            return fresh
         stored = growth.source.read(name)
         array = _grow_array(growth.plan.leaves[name], stored, abstract_param, fresh)
         if fresh is not None:

@@ -38,6 +38,9 @@ shard
 source
   An opened dataset with its sequences in order (`OpenDataSource`); a run may mix several. The
   `BatchSource` returns the batch of any step.
+data source
+  A user's class that gives documents or records (`data_source.py`). It is read through a token
+  store, as files are (`registered_sources/`).
 
 The way of a batch:
 

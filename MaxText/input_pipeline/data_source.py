@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.config.keys import Section
 from MaxText.config.registry import register
 
 __all__ = [
@@ -159,8 +158,3 @@ class StreamSource(DataSource, abc.ABC):
     @abc.abstractmethod
     def __iter__(self) -> Iterator[TokenIds]:
         """Returns an iterator over one pass, from its beginning."""
-
-
-def empty_section() -> Section:
-    """Returns the keys of a source that has none."""
-    return Section()

@@ -143,7 +143,9 @@ def _open_dataset(config: Config, request: OpenRequest, entry: DatasetEntry) -> 
     location = entry.location
     if entry.source_name:
         setting = f"{entry.key}={location}"
-        return open_registered(config, entry.source_name, setting, request.for_training)
+        return open_registered(
+            config, entry.source_name, setting, request.for_training, request.log
+        )
     vocab_size = request.vocab_size
     dataset = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
     max_token_id = dataset.max_token_id

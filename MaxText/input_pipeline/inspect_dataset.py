@@ -24,6 +24,7 @@ from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
 from MaxText.input_pipeline.registered_sources.indexed_stores import SourceRecords
+from MaxText.input_pipeline.registered_sources.opening_sources import has_registered_sources
 from MaxText.input_pipeline.registered_sources.source_reader import first_documents
 from MaxText.input_pipeline.registered_sources.stream_store import StreamStore
 from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
@@ -143,7 +144,8 @@ class Inspection:
             # An explicitly named file is inspected even if its name contains eval_split.
             keys["eval_split"] = _IN_NO_FILE_NAME
         shape = config.model.shape
-        if not config.masking.mlm_training:  # which depends on the vocabulary
+        # Masks and sources of users depend on the vocabulary.
+        if not config.masking.mlm_training and not has_registered_sources(config.data):
             keys["vocab_size"] = ANY_ID  # ids are checked after reading
         self._config = config
         self._log = log

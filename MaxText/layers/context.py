@@ -47,6 +47,7 @@ class ForwardContext:
       query_scale: Factors of queries by position, float32 [B or 1, T, 1, 1].
       other_positions: `rotary`, `slopes_N` and `query_scale` of layers with other positions than
         those of the model, by Block.position_index.
+      per_layer_inputs_BTLP: Per-layer embeddings of all layers (layers/per_layer_inputs.py).
       capacity: During prefill, the tokens that decode states have room for.
       lengths_B: During prefill, the tokens of each prompt; padding follows.
       positions_BT: During decoding, the positions of the new tokens.
@@ -63,6 +64,7 @@ class ForwardContext:
     slopes_N: jax.Array | None = None
     query_scale: jax.Array | None = None
     other_positions: tuple[MixerPositions, ...] = ()
+    per_layer_inputs_BTLP: jax.Array | None = None
     capacity: int | None = None
     lengths_B: jax.Array | None = None
     positions_BT: jax.Array | None = None
@@ -90,14 +92,16 @@ class ForwardContext:
             {name: fields.get(name) for name in _BY_TOKEN}
             for fields in (own_positions, *self.other_positions)
         ]
-        split_arrays = jax.tree.map(split_array, (self.segments_BT, by_token))
+        arrays = (self.segments_BT, self.per_layer_inputs_BTLP, by_token)
+        split_arrays = jax.tree.map(split_array, arrays)
 
         def part(part_index: jax.Array) -> ForwardContext:
             def select(x: jax.Array) -> jax.Array:
                 index = 0 if x.shape[0] == 1 else part_index
                 return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
-            segments_BT, (own_arrays, *other_arrays) = jax.tree.map(select, split_arrays)
+            selected = jax.tree.map(select, split_arrays)
+            segments_BT, per_layer_inputs_BTLP, (own_arrays, *other_arrays) = selected
             other_positions: list[Any] = [
                 {**fields, **arrays}
                 for fields, arrays in zip(self.other_positions, other_arrays, strict=True)
@@ -108,6 +112,7 @@ class ForwardContext:
             return dataclasses.replace(
                 self,
                 segments_BT=segments_BT,
+                per_layer_inputs_BTLP=per_layer_inputs_BTLP,
                 **own_arrays,
                 other_positions=tuple(other_positions),
                 dropout_key=key,

@@ -10,6 +10,7 @@ from MaxText.checkpointing.compatibility import (
     ConfigDiff,
     array_specs,
     check_compatible,
+    format_mismatches,
     mismatches,
 )
 from MaxText.errors import UserError
@@ -59,3 +60,31 @@ def test_the_casts_of_a_state_are_named_by_path():
     }
     with pytest.raises(UserError, match=r"other kind  step: stored int32\[\], wanted uint32\[\]"):
         check_compatible(stored, wanted | {"step": jnp.uint32(0)}, none)
+
+
+def message_of(stored, current, *, is_same_run=False, max_lines=None):
+    diff = ConfigDiff(stored=stored, current=current, is_same_run=is_same_run)
+    problems = ["missing     a: none", "extra       b: stored c"]
+    return format_mismatches(problems, diff, max_lines).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("is_same_run", "remedy"), [(True, "start another run_name"), (False, "load other weights")]
+)
+def test_a_mismatch_names_the_keys_that_shape_the_model(is_same_run, remedy):
+    stored = {"base_emb_dim": 8, "steps": 10}
+    current = {"base_emb_dim": 4, "steps": 20}
+    lines = message_of(stored, current, is_same_run=is_same_run, max_lines=1)
+    assert lines[1:] == [
+        "  missing     a: none",
+        "  ... and 1 more",
+        "Keys of the model or the optimizer that differ (checkpoint -> now):",
+        "  base_emb_dim: 8 -> 4",
+        f"Set them back, or {remedy}.",
+    ]
+
+
+def test_a_mismatch_that_no_key_explains():
+    values = {"base_emb_dim": 8}
+    assert message_of(values, values | {"steps": 9})[-1].endswith("so the program itself changed.")
+    assert message_of(None, values)[-1] == "  The checkpoint does not record its configuration."

@@ -1,5 +1,6 @@
 """Where a run's data begins, and its rollbacks: a file that a restart finds."""
 
+import errno
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from MaxText.run.restore import (
     restore_data_position,
     restore_or_initialize,
 )
+from MaxText.storage.atomic import write_json_with_digest
 from tests.refusals import refused
 
 
@@ -67,6 +69,28 @@ def test_a_damaged_file_counts_as_none(tmp_path, change):
     file.unlink()
     file.mkdir()
     refused(r"rollbacks\.json", read_rollbacks, folder, print)
+
+
+def test_a_file_of_another_program_counts_as_none(tmp_path):
+    write_json_with_digest(epath.Path(tmp_path / "rollbacks.json"), "rollbacks", [{"depth": 3}])
+    lines = []
+    assert read_rollbacks(epath.Path(tmp_path), lines.append) == ()
+    assert "unexpected keyword argument 'depth'" in lines[0]
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
+    def full_disk(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lines = []
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(), log=lines.append)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full_disk)
+        checkpoints.record_rollback(rollback())
+    assert "cannot write the record of rollbacks" in lines[0]
+    # The run itself goes on with it, and the next one is written with it.
+    checkpoints.record_rollback(rollback(2))
+    assert recorded(tmp_path) == checkpoints.rollbacks() == (rollback(), rollback(2))
 
 
 def test_a_restart_from_before_excludes_the_same_data_at_the_same_step():

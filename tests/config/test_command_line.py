@@ -35,6 +35,12 @@ def test_help_lists_every_key(answer):
     assert answer("gpt2.yml", "--help", "steps=x") == text
 
 
+def test_help_lists_presets_by_family(answer):
+    text = answer("--help", "model_name")
+    assert "\n    llama3.1: llama3.1-405b, llama3.1-70b, llama3.1-8b\n" in text
+    assert "gemma3" in answer("--help", "decoder_block")
+
+
 def test_help_of_a_key(answer, told):
     text = answer("--help", "rotary_pct", "decoder_block=gpt_neox")
     assert "now:      0.25 (configs/decoder_blocks/gpt_neox.yml:" in text

@@ -8,7 +8,9 @@ from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules, registry
 from MaxText.config.command_line import parse
+from MaxText.config.keys import Section, key
 from MaxText.config.loading import load_config
+from MaxText.config.part_sections import Parts
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import flatten, unflatten
 from MaxText.config.serialization import resolved_yaml
@@ -328,3 +330,28 @@ def test_what_programs_refuse_after_it(mine, tmp_path, users_environment, refuse
     assert "warning: mine.py has changed since the checkpoint was saved" in done.stdout
     done = run("train.py", [*TINY, mine, "steps=2"], tmp_path, users_environment)
     assert "warning: mine.py has changed since the checkpoint was saved" in done.stdout
+
+
+def test_sections_of_parts():
+    class Keys(Section):
+        """Mine."""
+
+        my_width: int = key(3)
+
+    before = Parts()
+    part = registry.register("mixer", "mine", keys=Keys)(type("Mine", (), {}))
+    try:
+        parts = Parts.model_validate({"mixer.mine": {"my_width": 5}})
+        assert parts.named("mixer.mine") == parts.of(part) == Keys(my_width=5)
+        assert parts.model_dump()["mixer.mine"] == {"my_width": 5}
+        assert Parts.model_validate(parts.model_dump()) == parts
+        # One registered after the configuration was made has its defaults.
+        assert before.named("mixer.mine") == Keys()
+        # A letter of layer_pattern sets keys of any section, each where it is.
+        changed = parts.with_values({"my_width": 7, "steps": 9})
+        assert changed.named("mixer.mine") == Keys(my_width=7)
+        assert parts.of(object) is None
+        with pytest.raises(KeyError, match=r"mixer\.other"):
+            parts.named("mixer.other")
+    finally:
+        registry.forget(__file__)

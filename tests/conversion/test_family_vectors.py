@@ -13,8 +13,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.config.loading import load_config
-from MaxText.conversion.hf_config import config_from_hf, find_family, resolve_family
+from MaxText.conversion.hf_config import (
+    config_from_hf,
+    find_family,
+    model_config_values,
+    resolve_family,
+    to_config_json,
+)
 from MaxText.conversion.hf_import import HFWeights
+from MaxText.errors import UserError
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.running import model_in_run, parameters_in_run, run
@@ -44,6 +51,8 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     },
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
+    "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
+    "gemma4_text-plain": {"vocab_size_per_layer_input": None},
 }
 
 
@@ -117,7 +126,7 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 # Each kind of layer has more than older files can say.
-ONLY_NEWER = ("gemma4_text", "gemma4_text-plain")
+ONLY_NEWER = ("gemma4_text", "gemma4_text-per-layer", "gemma4_text-plain")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
@@ -147,12 +156,49 @@ def test_rules_of_older_files_give_the_same_layers(case, rule):
     assert keys == config_from_hf(family, config_json, "here", {})
 
 
+@pytest.mark.parametrize("case", ["gemma3_text", "qwen2", "phi3-long"])
+def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
+    golden = of_family_vectors(case)
+    folder = write(tmp_path / "hf", older(golden.config_json), golden.parameters)
+    run(f"from=hf:{folder}", f"to={tmp_path / 'run'}")
+    run(f"from={tmp_path / 'run'}", f"to=hf:{tmp_path / 'out'}")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    of_model = golden.config_json.keys() - NOT_OF_MODEL
+    assert {name: exported[name] for name in of_model} == {
+        name: golden.config_json[name] for name in of_model
+    }
+    assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
+
 def test_global_heads_as_published():
     config_json = of_family_vectors("gemma4_text").config_json
     family = resolve_family(config_json, "here")
     published = {"global_head_dim": 12, "num_global_key_value_heads": 1, "per_layer_config": None}
     keys = config_from_hf(family, config_json | published, "here", {})
     assert keys == config_from_hf(family, config_json, "here", {})
+
+
+def test_a_text_part_that_is_silent_about_its_sizes():
+    """As published: Gemma 3 of 4B leaves out what its class has by default."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config_json = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    imported = load_config(**keys)
+    preset = load_config(model_name="gemma3-4b", max_target_length=131_072)
+    assert model_config_values(imported)["vocab_size"] == 262_208
+    assert keys["layer_pattern"] == "(LLLLLG)LLLL"
+    written = [to_config_json(family, config) for config in (imported, preset)]
+    assert written[0] == written[1] | {"vocab_size": 262_208}
+    del text["num_hidden_layers"]
+    assert config_from_hf(family, config_json, "here", {})["layer_pattern"] == "(LLLLLG)LL"
 
 
 def test_a_multimodal_folder(tmp_path):
@@ -190,3 +236,17 @@ def test_heads_in_the_order_of_the_file(tmp_path):
     same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
     config = load_config(decoder_block="llama2", rope_pairs="adjacent", dataset_type="synthetic")
     assert find_family(config, "").model_type == "ernie4_5"
+
+
+def test_layers_of_a_kind_that_differ_are_refused():
+    keys = {
+        "decoder_block": "smollm3",
+        "base_num_decoder_layers": 4,
+        "layer_pattern": "GGAB",
+        "layer_kinds": {"G": {}, "A": {"rope_max_timescale": 5.0}, "B": {"ffn_bias": True}},
+        "dataset_type": "synthetic",
+    }
+    with pytest.raises(UserError) as caught:
+        find_family(load_config(**keys), "smollm3")
+    assert "rope_max_timescale=5.0 in some layers" in str(caught.value)
+    assert "ffn_bias=True in some layers" in str(caught.value)

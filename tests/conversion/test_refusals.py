@@ -35,7 +35,7 @@ REFUSED = [
     ("gemma2", {"query_pre_attn_scalar": 5.5, "final_logit_softcapping": 0}),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}),
     ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    ("gemma4_text", {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}),
+    ("gemma4_text", {"hidden_size_per_layer_input": -1, "num_kv_shared_layers": 1}),
     ("gemma4_text", {"enable_moe_block": True, "use_bidirectional_attention": "all"}),
     ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 12}}}),
     ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 4}, "3": {}}}),

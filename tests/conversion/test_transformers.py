@@ -152,8 +152,6 @@ def read_both(family, config):
 def test_silent_and_older_files_mean_what_they_mean_in_transformers(model_type):
     family = FAMILIES[model_type]
     silent = SILENT | {"model_type": model_type}
-    if model_type == "gemma4_text":
-        silent |= {"hidden_size_per_layer_input": 0}
     scaling = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 512}
     yarn = OLD_YARN | {"rope_scaling": OLD_YARN["rope_scaling"] | scaling}
     versions = [silent, silent | WINDOWS]

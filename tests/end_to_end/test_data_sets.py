@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import write_tfrecord
 
@@ -42,6 +43,29 @@ def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     saved = sorted((runs.folder("staged") / "checkpoints").glob("*/iter/metadata"))
     samples = [json.loads(path.read_text())["samples"] for path in saved]
     assert samples == [8 * 4, 8 * 4 + 2 * 8]
+
+
+SOURCES = REPOSITORY / "tests" / "input_pipeline" / "registered_sources" / "numbered.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["numbered", "stateful"])
+def test_a_data_source_resumes_exactly(runs, name):
+    keys = [
+        *KEYS.split(),
+        f"dataset_type={name}",
+        f"import_modules=[{SOURCES}]",
+        "vocab_size=50000",
+        "learning_rate_schedule_steps=8",
+    ]
+    runs.complete(f"{name}_whole", *keys)
+    runs.complete(f"{name}_parts", *keys, "steps=3")
+    runs.complete(f"{name}_parts", *keys)
+    whole, parts = (
+        [row["learning/loss"] for row in runs.rows(f"{name}_{kind}")] for kind in ("whole", "parts")
+    )
+    assert len(whole) == 8
+    assert parts == whole
 
 
 @pytest.mark.slow

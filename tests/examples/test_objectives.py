@@ -200,3 +200,12 @@ def test_the_same_losses_on_eight_devices(keys, mesh, teacher):
     expected, _ = train(jax.devices()[:1], **keys)
     numbers, _ = train(jax.devices(), **keys, **mesh)
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+
+
+@pytest.mark.multi_device
+def test_a_teacher_that_does_not_fit_the_stages(teacher):
+    keys = DISTILLATION | {"base_num_decoder_layers": 8, "ici_pipeline_parallelism": 8}
+    config = tiny_config(**keys, teacher_path=teacher)
+    sharding = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
+    with pytest.raises(UserError, match=r"(?s)teacher \(teacher_path=.*not fit its 8 pipeline st"):
+        read_frozen_params(config.model, sharding)

@@ -27,8 +27,8 @@ def test_quoted_code_stands_in_the_examples():
 
 def test_yaml_of_the_page_is_a_configuration(tmp_path):
     text = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
-    blocks = re.findall(r"(?:^    [a-z_]+: .*\n)+", text, re.MULTILINE)
-    assert len(blocks) == 2
+    blocks = re.findall(r"(?:^    +\w+:.*\n)+", text, re.MULTILINE)
+    assert len(blocks) == 3
     for block in blocks:
         keys = yaml.safe_load(block)
         path = tmp_path / "page.yml"

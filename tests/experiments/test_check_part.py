@@ -127,7 +127,7 @@ def test_the_check_of_a_data_source(fault, monkeypatch):
     if fault != "none":
         names = [SOURCE_FAULTS[fault][0]]
     for name in names:
-        keys = SOURCE_KEYS | {"dataset_type": name, "max_target_length": 16}
+        keys = SOURCE_KEYS | {"dataset_type": name, "max_target_length": 16, "vocab_size": 50_000}
         subject = SourceSubject(load_config(**keys))
         failed = [check.name for check in SOURCE_CHECKS if find_problem(check, subject)]
         assert failed[:1] == ([] if fault == "none" else [SOURCE_FAULTS[fault][1]])

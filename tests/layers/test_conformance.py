@@ -202,6 +202,16 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "denseformer",
         UNROLLED | {"num_experts": 4, "dense_aggregation_impl": "sum"},
     ),
+    "per-layer embeddings": (
+        "llama2",
+        {
+            "base_num_decoder_layers": 3,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 40,
+            "use_layer_scalar": True,
+            "norm_placement": "sandwich",
+        },
+    ),
     "Cohere": ("llama2", COHERE),
     "nanochat": ("llama2", NANOCHAT),
     "LongRoPE, tuned temperature, clamped GLU": ("llama2", LONGROPE | CLAMPED),

@@ -89,8 +89,15 @@ def close(found, wanted, near, name=""):
     np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=name)
 
 
-def close_gradients(found, wanted, near):
-    """Where they were recorded."""
+def close_gradients(found, wanted, near, rounded=()):
+    """Where they were recorded.
+
+    Args:
+      found: Gradients by name, or as a tree.
+      wanted: Those of the reference.
+      near: How close they are.
+      rounded: Names of parameters whose gradients both programs round to bfloat16.
+    """
     found, wanted = by_name(found), by_name(wanted)
     assert found.keys() == wanted.keys()
     for name, reference in wanted.items():
@@ -100,7 +107,24 @@ def close_gradients(found, wanted, near):
         if np.abs(reference[recorded]).max() < ROUNDING:
             assert np.abs(found[name][recorded]).max() < ROUNDING, name
         else:
-            close(found[name][recorded], reference[recorded], near, name)
+            gradients = found[name][recorded]
+            if name in rounded:
+                gradients = without_flipped_roundings(gradients, reference[recorded], near)
+            close(gradients, reference[recorded], near, name)
+
+
+def without_flipped_roundings(found, reference, near):
+    """Returns gradients, with the reference's where they were rounded to another bfloat16.
+
+    A sum near the middle of two bfloat16 numbers goes to either, depending on the order in which a
+    CPU adds float32. That moves an element by one unit of a bfloat16, and can happen to few.
+    """
+    distance = np.abs(found - reference)
+    is_flipped = (distance > near[2] * np.abs(reference).max()) & (
+        distance <= np.abs(reference) * 2.0**-8
+    )
+    assert is_flipped.mean() < 1e-3
+    return np.where(is_flipped, reference, found)
 
 
 # Covered also by test_dense_connections.py, test_rotary.py and test_pattention.py.
@@ -136,7 +160,8 @@ def test_numbers_of_the_reference(name, tmp_path):
         assert np.abs(logits - golden.logits).max() < rounding / 10
     close(loss, golden.loss, near.loss)
     wanted = golden.converted(tmp_path / "gradients", golden.gradients)
-    close_gradients(gradients, wanted, near.gradients)
+    rounded = ("token_embedder/embedding",) if is_rounded else ()
+    close_gradients(gradients, wanted, near.gradients, rounded)
 
     if golden.source != "hf":
         return

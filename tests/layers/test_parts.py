@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from MaxText.config.problems import ConfigurationError
+from MaxText.layers.assembly.block_variants import WithPerLayerInput
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.lowering import matmul
+from MaxText.layers.part import LayerInputs
 from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
 
@@ -96,6 +99,37 @@ def test_multipliers_and_norms_around_the_layers():
     )
     scores = h @ weights["logits_dense/kernel"] / 5.0
     np.testing.assert_allclose(decoder.logits(h), 2.0 * np.tanh(scores / 2.0), atol=1e-4)
+
+
+def test_per_layer_embeddings():
+    """Gemma 4: a table of its own and a projection of the embedding; a gated third branch."""
+    keys = {"hidden_size_per_layer_input": 6, "mlp_activations": ["gelu", "linear"]}
+    decoder, weights = with_parameters(**keys, share_layer_params=True, scale_embedding=True)
+    tokens = jnp.arange(5)[None]
+    embedded = np.sqrt(32) * weights["token_embedder/embedding"][:5]
+    projected = np.einsum("td,dlp->tlp", embedded, weights["per_layer_inputs/projection/kernel"])
+    projected = by_definition("rms_norm", projected / np.sqrt(32), 1e-5)
+    projected = projected * weights["per_layer_inputs/norm/scale"]
+    rows = np.sqrt(6) * weights["per_layer_inputs/embedding"][:5]
+    expected = (rows + projected) / np.sqrt(2)
+    x_BTD = jnp.asarray(embedded[None], jnp.float32)
+    context = decoder._with_per_layer_inputs(ForwardContext(), tokens, x_BTD).for_layer(0)
+    np.testing.assert_allclose(context.per_layer_inputs_BTLP[0], expected, rtol=1e-4, atol=1e-4)
+
+    layer_weights = {
+        name.removeprefix("layers/"): leaf[0]
+        for name, leaf in weights.items()
+        if name.startswith("layers/")
+    }
+    layer = decoder.layers
+    layer = nnx.merge(nnx.graphdef(layer), jax.tree.map(lambda leaf: leaf[0], nnx.state(layer)))
+    inputs = LayerInputs.all(x_BTD)
+    found = layer(inputs, context)[0]
+    y = super(WithPerLayerInput, layer).__call__(inputs, context)[0]
+    gate = np.asarray(jax.nn.gelu(y @ layer_weights["per_layer_input_gate/kernel"]), np.float64)
+    out = gate * expected[:, 0] @ layer_weights["per_layer_projection/kernel"]
+    out = by_definition("rms_norm", out, 1e-5) * layer_weights["post_per_layer_input_norm/scale"]
+    np.testing.assert_allclose(found, y + out, rtol=1e-3, atol=1e-3)
 
 
 def norm_names(**keys):

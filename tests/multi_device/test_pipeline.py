@@ -85,7 +85,7 @@ CASES = {
         },
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
-    "positions of kinds, sandwich norms": (
+    "positions of kinds, sandwich norms, per-layer embeddings": (
         "llama2",
         {
             "layer_pattern": "AB",
@@ -98,6 +98,8 @@ CASES = {
             "rope_long_factors": [2.0, 3.0, 4.0, 5.0],
             "original_max_position_embeddings": 6,
             "norm_placement": "sandwich",
+            "hidden_size_per_layer_input": 8,
+            "matmul_precision": "highest",  # the norm after a small product enlarges rounding
         },
         TWO | {"ici_tensor_parallelism": 2},
     ),

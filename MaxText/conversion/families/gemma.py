@@ -5,6 +5,7 @@ multiply by 1 + weight, in Gemma 4 by weight. Gemma 2 and later have norms befor
 branch, and layers with a window. Gemma 3 and 4 have query and key norms, and rotary parameters for
 each kind of layer. In Gemma 4 global layers have heads of their own (`per_layer_config`; published
 files have `global_head_dim` and `num_global_key_value_heads`), and may have no value projection.
+Layers may also read per-layer embeddings (`hidden_size_per_layer_input`, 256 unless a file says 0).
 `gemma3` and `gemma4` are multimodal models around these.
 """
 
@@ -232,17 +233,43 @@ def _write_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     return others | {_PER_LAYER: overrides}
 
 
+def _read_width(value: Any, config: Mapping[str, Any]) -> Any:
+    """Returns the width of per-layer embeddings; 0 is none."""
+    return value if type(value) is int and value >= 0 else hf.REQUIRED
+
+
+def _write_rows(values: Mapping[str, Any]) -> int:
+    """Returns the rows of the table of per-layer embeddings."""
+    num_rows = values["vocab_size_per_layer_input"]
+    return values["vocab_size"] if num_rows == -1 else num_rows
+
+
+_PER_LAYER_INPUTS = (
+    hf.row("model.embed_tokens_per_layer.weight", "per_layer_inputs/embedding", "V (L P)", "V L P"),
+    hf.row(
+        "model.per_layer_model_projection.weight",
+        "per_layer_inputs/projection/kernel",
+        "(L P) D",
+        "D L P",
+    ),
+    hf.row("model.per_layer_projection_norm.weight", "per_layer_inputs/norm/scale", "P", "P"),
+    hf.row(
+        LAYER + "per_layer_input_gate.weight", "layers/per_layer_input_gate/kernel", "P D", "D P"
+    ),
+    hf.row(
+        LAYER + "per_layer_projection.weight", "layers/per_layer_projection/kernel", "D P", "P D"
+    ),
+    *hf.norm(LAYER + "post_per_layer_input_norm", "layers/post_per_layer_input_norm"),
+)
 _ONLY_DENSE = "Only the dense layers of the family can be imported."
 
 GEMMA4 = descendant(
     "Gemma4ForCausalLM",
     *_SHARED,
     hf.supported("use_bidirectional_attention", None, "vision", hint=_ONLY_CAUSAL),
-    hf.constant(
-        "hidden_size_per_layer_input",
-        0,
-        default=256,
-        hint="Embeddings for each layer cannot be imported.",
+    hf.mapped("hidden_size_per_layer_input", "hidden_size_per_layer_input", 256, read=_read_width),
+    hf.mapped(
+        "vocab_size_per_layer_input", "vocab_size_per_layer_input", 262_144, write=_write_rows
     ),
     hf.supported("num_kv_shared_layers", 0, hint="Every layer has its own keys and values here."),
     hf.supported("use_double_wide_mlp", False, True),  # of layers that share keys and values
@@ -270,6 +297,7 @@ GEMMA4 = descendant(
         attention(),
         qk_norms(),
         GATED_MLP,
+        _PER_LAYER_INPUTS,
         (hf.row(LAYER + "layer_scalar", "layers/layer_scalar/scale", "U", ""),),
     ),
     layers=LayerTable((LOCAL_KIND, GLOBAL_KIND), _read_layers_of_gemma4, _write_layers_of_gemma4),

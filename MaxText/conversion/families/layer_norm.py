@@ -60,7 +60,7 @@ COHERE2 = descendant(
     tied_by_default(),
     hf.write_only("head_dim", "head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
     windows.of_local_layers(4096),
-    hf.mapped("rope_pairs", "rope_pairs", "halves", is_written=False),
+    rotary.either_order(),
     without=("mlp_bias",),
     defaults={"max_position_embeddings": 8192},
     decoder_block="cohere2",

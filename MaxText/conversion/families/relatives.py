@@ -69,14 +69,11 @@ SEED_OSS = descendant(
     decoder_block="seed_oss",
 )
 
-# Pairs of either kind are exported: heads are put in the order of the file.
-_PAIRS = hf.mapped("rope_pairs", "rope_pairs", "halves", is_written=False)
-
 ERNIE4_5 = descendant(
     "Ernie4_5ForCausalLM",
     tied_by_default(),
     biases("use_bias", "qkv_bias proj_bias ffn_bias"),
-    _PAIRS,
+    rotary.either_order(),
     without=("attention_bias", "mlp_bias"),
     defaults={
         "num_key_value_heads": 2,
@@ -93,7 +90,7 @@ GLM4 = descendant(
     "Glm4ForCausalLM",
     biases("attention_bias", "qkv_bias", default=True),
     *rotary.settings(fraction_types=rotary.ALL_TYPES),
-    _PAIRS,
+    rotary.either_order(),
     without=("mlp_bias",),
     defaults={
         "num_key_value_heads": 2,

@@ -104,6 +104,15 @@ def settings(
     )
 
 
+def either_order() -> hf.ConfigMapping:
+    """Returns the setting of families that rotate adjacent dimensions.
+
+    An import has halves, which are faster. Models of either kind are exported: their heads are put
+    in the order of the file (WeightMapping.rotary_order).
+    """
+    return hf.mapped("rope_pairs", "rope_pairs", "halves", is_written=False)
+
+
 def _write_factor(values: Mapping[str, Any]) -> Any:
     """Returns the factor; with longrope transformers' own, if it is that."""
     ratio = values["max_target_length"] / values["original_max_position_embeddings"]

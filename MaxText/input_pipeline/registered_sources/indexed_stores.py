@@ -3,7 +3,7 @@
 Legend: P token ranges, D documents.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from MaxText.input_pipeline.registered_sources.source_reader import SourceReader
 from MaxText.input_pipeline.token_store.token_reader import TokenReader
 
 _BLOCK = 2**13  # documents counted at a time
+_MANY_DOCUMENTS = 50_000  # counting them takes seconds or more
 
 
 class SourceStore(TokenReader):
@@ -135,24 +136,34 @@ class SourceDocuments(SourceStore):
         return document
 
 
-def count_documents(reader: SourceReader, cache_dir: Path, key: str) -> Arrays:
+def count_documents(
+    reader: SourceReader, cache_dir: Path, key: str, log: Callable[[str], None]
+) -> Arrays:
     """Returns `document_offsets` (int64 [D + 1]) of a DocumentSource; cached if there are many.
 
     Args:
       reader: The source.
       cache_dir: Folder of the cache.
       key: Everything that the lengths depend on.
+      log: Receives a line before many documents are read.
 
     Raises:
       UserError: A document is wrong, or the cache cannot be written.
     """
-    return cached_arrays(cache_dir, "lengths1", key, lambda: _offset_blocks(reader))
+    return cached_arrays(cache_dir, "lengths1", key, lambda: _offset_blocks(reader, log))
 
 
-def _offset_blocks(reader: SourceReader) -> Iterator[dict[str, np.ndarray]]:
+def _offset_blocks(
+    reader: SourceReader, log: Callable[[str], None]
+) -> Iterator[dict[str, np.ndarray]]:
     """Yields `document_offsets` in blocks."""
     stated = reader.lengths()
     num_documents = len(reader)
+    if stated is None and num_documents >= _MANY_DOCUMENTS:
+        log(
+            f"Reading {num_documents:,} documents of the data source {reader.name} to count their "
+            "tokens; lengths() would save this"
+        )
     offset = 0
     yield {"document_offsets": np.zeros(1, np.int64)}
     for first in range(0, num_documents, _BLOCK):

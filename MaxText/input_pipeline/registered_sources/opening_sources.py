@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 
 from MaxText.config import import_modules, registry
+from MaxText.config.data_sections import DataConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_source import DocumentSource, RecordSource, SourceContext
@@ -30,6 +32,12 @@ def is_registered_type(dataset_type: str) -> bool:
     return dataset_type in registry.Name(KIND).choices
 
 
+def has_registered_sources(data: DataConfig) -> bool:
+    """Returns whether a run reads a registered source, alone or in a mixture."""
+    in_mixture = any(part[0].startswith(PREFIX) for part in data.data_mixture_weights)
+    return in_mixture or is_registered_type(data.dataset_type)
+
+
 def _registration(name: str, setting: str) -> registry.Registration:
     """Returns the registration of a source; UserError if there is none."""
     try:
@@ -48,7 +56,9 @@ def is_single_document(name: str, setting: str = "dataset_type") -> bool:
     return isinstance(source_class, type) and issubclass(source_class, RecordSource)
 
 
-def open_registered(config: Config, name: str, setting: str, for_training: bool) -> TokenDataset:
+def open_registered(
+    config: Config, name: str, setting: str, for_training: bool, log: Callable[[str], None]
+) -> TokenDataset:
     """Opens a source, and counts the documents of a DocumentSource.
 
     Args:
@@ -56,6 +66,7 @@ def open_registered(config: Config, name: str, setting: str, for_training: bool)
       name: The registered name.
       setting: Key and value that chose it, for messages.
       for_training: Of the training data, else of the evaluation data.
+      log: Receives messages.
 
     Raises:
       UserError: There is no such source, it fails, or it has nothing.
@@ -63,7 +74,7 @@ def open_registered(config: Config, name: str, setting: str, for_training: bool)
     _registration(name, setting)
     reader = make_reader(config, name, for_training)
     if isinstance(reader.source, DocumentSource):
-        return _open_documents(config, reader)
+        return _open_documents(config, reader, log)
     if isinstance(reader.source, RecordSource):
         length = config.model.shape.max_target_length
         store = SourceRecords(reader, length)
@@ -91,10 +102,12 @@ def make_reader(config: Config, name: str, for_training: bool) -> SourceReader:
     return SourceReader(name, values, context, tuple(config.run.import_modules))
 
 
-def _open_documents(config: Config, reader: SourceReader) -> TokenDataset:
+def _open_documents(
+    config: Config, reader: SourceReader, log: Callable[[str], None]
+) -> TokenDataset:
     hashes = import_modules.imported(config.run.import_modules)
     key = json.dumps([_fingerprint(reader), str(reader.source.context), len(reader), hashes])
-    documents = count_documents(reader, config.data.local_cache_dir, key)
+    documents = count_documents(reader, config.data.local_cache_dir, key, log)
     store = SourceDocuments(reader, documents)
     if not len(store):
         raise UserError(f"Data source {reader.name}: there are no tokens (split {_split(reader)}).")

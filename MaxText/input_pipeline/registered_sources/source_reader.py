@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.config import import_modules, registry
+from MaxText.config.keys import Section
 from MaxText.errors import UserError, first_line, raising_line
 from MaxText.input_pipeline.data_source import (
     DataSource,
@@ -15,7 +16,6 @@ from MaxText.input_pipeline.data_source import (
     RecordSource,
     SourceContext,
     StreamSource,
-    empty_section,
 )
 from MaxText.storage.errors import FileReadError
 
@@ -69,7 +69,7 @@ class SourceReader:
                 f"Data source {self.name} ({part.location}) must be derived from DocumentSource, "
                 "RecordSource or StreamSource of MaxText.input_pipeline.data_source."
             )
-        section = empty_section() if part.keys is None else part.keys.model_validate(self.values)
+        section = (part.keys or Section).model_validate(self.values)
         self.source = self._call("__init__", lambda: source_class(section, self._context))
 
     @property

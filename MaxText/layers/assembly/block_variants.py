@@ -2,7 +2,7 @@
 
 import functools
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -17,9 +17,12 @@ from MaxText.layers.assembly.block import (
 from MaxText.layers.attention.static_sgu import BesideStaticSGU
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import Dense
+from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.per_layer_inputs import PerLayerInputs, layer_input
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 # RNG stream ids; block.py has the others
@@ -50,6 +53,8 @@ def block_class(layer: LayerConfig) -> type[Block]:
         bases.append(Macaron)
     if block.use_rezero:
         bases.append(ReZero)
+    if layer.config.embedding.hidden_size_per_layer_input:
+        bases.append(WithPerLayerInput)
     if block.use_layer_scalar:
         bases.append(WithLayerScalar)
     return combine(*reversed(bases))
@@ -263,6 +268,37 @@ class ReZero(Block):
         }
         gate = getattr(self, names[stream], None)
         return super().finish_branch(x_BTD if gate is None else gate(x_BTD), context, stream)
+
+
+class WithPerLayerInput(Block):
+    """A third branch, y + norm(W_p(act(W_g y) * e)), with the layer's input e (Gemma 4)."""
+
+    not_recomputed = ()  # the norm and the product read all outputs
+    rows: ClassVar = dict.fromkeys(
+        ("per_layer_input_gate", "per_layer_projection"), PerLayerInputs.rows
+    )
+
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        D = init.dimensions.emb_dim
+        P = layer.config.embedding.hidden_size_per_layer_input
+        draw = init.initializers
+        self.gate_activation = layer.config.feed_forward.mlp_activations[0]
+        self.per_layer_input_gate = Dense((D,), (P,), ("embed", None), draw.kernel, init, rngs)
+        self.per_layer_projection = Dense((P,), (D,), (None, "embed"), draw.output, init, rngs)
+        self.post_per_layer_input_norm = Block.norm(self, layer, init, rngs)
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Adds the branch of the per-layer input to the layer's output; as Block.__call__."""
+        y_BTD, scalars, state = super().__call__(inputs, context, state)
+        with scope("per_layer_input"):
+            per_layer_input_BTP = layer_input(context)
+            gate_BTP = ACTIVATIONS[self.gate_activation](self.per_layer_input_gate(y_BTD))
+            out_BTD = self.per_layer_projection(gate_BTP * per_layer_input_BTP)
+        y_BTD = y_BTD + self.post_per_layer_input_norm(out_BTD)
+        return with_logical_constraint(y_BTD, *HIDDEN), scalars, state
 
 
 class WithLayerScalar(Block):

@@ -7,6 +7,7 @@ also returns the outputs of some layers, for objectives that read them.
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -42,6 +43,7 @@ from MaxText.layers.part import (
     PreNormalized,
     Scalars,
 )
+from MaxText.layers.per_layer_inputs import PerLayerInputs
 from MaxText.layers.quantization import Quantizer
 from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
 
@@ -104,6 +106,8 @@ class Decoder(nnx.Module):
         # Each part draws its weights from `rngs`, in this order.
         self.token_embedder = _make_embedding(config, init, rngs)
         self.embedding_norm = _make_embedding_norm(config, init, rngs)
+        has_inputs = config.embedding.hidden_size_per_layer_input > 0
+        self.per_layer_inputs = PerLayerInputs(config, init, rngs) if has_inputs else None
         layer_of_positions = _layer_of_positions([whole_model, *layers])
         self.position_embedder, *other_positions = [
             _make_position(config, layer, rngs) for layer in layer_of_positions.values()
@@ -180,6 +184,7 @@ class Decoder(nnx.Module):
             batch, dropout_key, training=training, drops_tokens=drops_tokens
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
+        context = self._with_per_layer_inputs(context, batch.tokens_BT, x_BTD)
         num_stages = current_num_stages()
 
         if num_stages == 1 and memory.scan_layers is not True:
@@ -271,6 +276,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, States]:
         """Applies the model for generation, layers unrolled: returns h_BTD and the new states."""
         x_BTD = self._embed(tokens_BT, positions_BT, context)
+        context = self._with_per_layer_inputs(context, tokens_BT, x_BTD)
         layer_states = None if states is None else states[:-1]
         result = self._unrolled(x_BTD, context, layer_states, "none")
         h_BTD = self._normalized(result.y_BTD)
@@ -395,6 +401,17 @@ class Decoder(nnx.Module):
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)
+
+    def _with_per_layer_inputs(
+        self, context: ForwardContext, tokens_BT: jax.Array, x_BTD: jax.Array
+    ) -> ForwardContext:
+        """Returns the context with the per-layer embeddings of tokens, if the model has them."""
+        if self.per_layer_inputs is None:
+            return context
+        with scope("per_layer_inputs"):
+            inputs_BTLP = self.per_layer_inputs(tokens_BT, x_BTD)
+            record(inputs_BTLP, "output")
+        return dataclasses.replace(context, per_layer_inputs_BTLP=inputs_BTLP)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> DecodeState:
         """Returns the head's state of the whole sequence, an argument of `logits`."""

@@ -519,7 +519,7 @@ def _weighted_values(
       mask_BTS: Whether a query sees a key.
       dropout: Dropout of the weights.
     """
-    batch = 1 if v_BVSH.ndim == 3 else len(v_BVSH)
+    batch = 1 if v_BVSH.ndim == 3 else v_BVSH.shape[0]
     length, num_keys = mask_BTS.shape[1:]
     sinks_VR1 = None
     if spec.sinks_N is not None:

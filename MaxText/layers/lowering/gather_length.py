@@ -15,6 +15,11 @@ def gather_length(x_BSKH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     Works around: of any dimension but the first, XLA for TPU makes the gradient's reduce-scatter an
     all-reduce and a slice. Here the gradient is transposed, and scattered by a leading dimension.
 
+    Not seen with libtpu 0.0.42: a Llama step (4 layers of width 1024, 4 x 4096 tokens, v5p-8 with
+    ici_context_parallelism=4), compiled ahead of time, has 37 reduce-scatters with this function
+    and with a plain all_gather alike, and the compiler estimates 6.16 and 6.07 ms. Not measured on
+    a machine.
+
     Args:
       x_BSKH: This device's part of the sequences.
       axes: Mesh axes that divide S.

@@ -19,6 +19,11 @@ def apply_rotary_tpu(
     the backward pass in float32. Here every array has whole heads. The gradient is the rotation by
     the opposite angle; the table gets none.
 
+    Compiled ahead of time with libtpu 0.0.42, gradient of the scores of 4 x 2048 tokens, 16 heads
+    of 128 in bfloat16: on v5p temporaries of 1,124 instead of 2,352 MiB, and 2.85 instead of 4.33
+    ms by the compiler's estimate; on v6e 1,123 instead of 1,250 MiB, and 3.52 instead of 3.79 ms.
+    Not measured on a machine.
+
     Args:
       x_BTNH: Queries or keys.
       sin: Sines of the angles, float32 [B or 1, T, 1, R/2].

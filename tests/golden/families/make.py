@@ -202,6 +202,15 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "final_logit_softcapping": 7.0,
     },
+    "gemma4_text-per-layer": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 80,
+        "layer_types": [LOCAL, GLOBAL],
+        "sliding_window": 5,
+    },
     "gemma4_text-plain": {
         "num_hidden_layers": 2,
         "head_dim": 8,

@@ -10,11 +10,12 @@ import grain
 import numpy as np
 import pytest
 
-from MaxText.config import registry
+from MaxText.config import import_modules, registry
 from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup, register
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_source import StreamSource
+from MaxText.input_pipeline.inspect_dataset import Inspection
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
 from MaxText.input_pipeline.registered_sources.opening_sources import make_reader
 from MaxText.input_pipeline.registered_sources.source_reader import SourceReader
@@ -326,3 +327,22 @@ def test_a_source_of_no_module_cannot_be_read_by_processes():
     registry.remove(registry.registration("data_source", "numbered"))
     with pytest.raises(UserError, match="registered in no module of import_modules"):
         construct(*arguments)
+    import_modules.forget(registry.registrations())  # so that the next test imports it again
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("numbered", "Documents: 60 of "),
+        ("numbered_records", "The first 50 records of 50"),
+        ("stateful", "The first 60 documents of a stream"),
+    ],
+)
+def test_inspect_data_shows_a_source(name, line):
+    lines = []
+    inspection = Inspection(config_of(name), 1, True, lines.append)
+    inspection.show_statistics(10**6)
+    inspection.show_batch(2)
+    assert line in "\n".join(lines)
+    unit = "record" if name == "numbered_records" else "document"
+    assert f"  {unit} " in "\n".join(lines)

@@ -1,0 +1,90 @@
+"""Train steps of the presets, compiled for a slice on which each fits; needs libtpu, but no TPU.
+
+    python benchmarks/presets.py                 all presets of SLICES
+    python benchmarks/presets.py qwen3 gemma3    those whose names begin so
+
+Prints a row for each: the peak memory of a device in MiB, or the error. A compilation takes one to
+ten minutes of CPU time. Each device has one sequence, as long as the preset says, with full remat.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Preset -> a slice on which its parameters, Adam's moments and activations fit, in float32.
+SLICES = {
+    "qwen3-0.6b": "v6e-8",
+    "qwen3-1.7b": "v6e-8",
+    "qwen3-4b": "v6e-8",
+    "qwen3-8b": "v5p-8",
+    "qwen3-14b": "v5p-16",
+    "qwen3-32b": "v5p-64",
+    "olmo2-1b": "v6e-8",
+    "olmo2-7b": "v5p-8",
+    "olmo3-7b": "v5p-8",
+    "olmo3-32b": "v5p-64",
+    "gemma2-2b": "v6e-8",
+    "gemma2-9b": "v5p-16",
+    "gemma2-27b": "v5p-64",
+    "gemma3-270m": "v6e-8",
+    "gemma3-1b": "v6e-8",
+    "gemma3-4b": "v5p-8",
+    "gemma3-12b": "v5p-16",
+    "gemma3-27b": "v5p-64",
+    "gemma4-31b": "v5p-64",
+    "smollm3-3b": "v6e-8",
+    "llama2-13b": "v5p-16",
+    "llama2-70b": "v5p-128",
+    "llama3.1-70b": "v5p-128",
+    "llama3.1-405b": "v5p-512",
+    "mistral-7b": "v5p-8",
+    "mixtral-8x7b": "v5p-64",
+    "granite3.3-2b": "v6e-8",
+    "granite3.3-8b": "v5p-8",
+    "phi-4": "v5p-16",
+    "qwen2.5-0.5b": "v6e-8",
+    "qwen2.5-1.5b": "v6e-8",
+    "qwen2.5-3b": "v6e-8",
+    "qwen2.5-7b": "v5p-8",
+    "qwen2.5-14b": "v5p-16",
+    "gpt3-52k": "v6e-1",
+    "gpt3-6b": "v5p-8",
+    "gpt3-22b": "v5p-32",
+    "gpt3-175b": "v5p-256",
+}
+
+
+def arguments(name: str) -> list[str]:
+    """Returns the arguments of train_compile.py for a preset."""
+    return [
+        f"model_name={name}",
+        f"compile_topology={SLICES[name]}",
+        "dataset_type=grain",
+        "per_device_batch_size=1",
+        "remat_policy=full",
+        "enable_checkpointing=false",
+        "steps=10",
+    ]
+
+
+def main() -> int:
+    """Returns 1 if a step does not compile or does not fit."""
+    beginnings = tuple(sys.argv[1:])
+    failed = 0
+    for name, machine in SLICES.items():
+        if beginnings and not name.startswith(beginnings):
+            continue
+        program = ROOT / "MaxText" / "train_compile.py"
+        process = subprocess.run(
+            [sys.executable, program, *arguments(name)], capture_output=True, text=True, check=False
+        )
+        lines = process.stdout.splitlines()
+        peak = next((line for line in lines if line.startswith("peak")), "")  # in MiB
+        print(f"{name:<16}{machine:<10}{peak or process.stderr.strip()}", flush=True)
+        failed += process.returncode != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
