@@ -389,6 +389,9 @@ _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
 _TWO_EXPERTS = {"num_experts_per_tok": 2}
+_SCORES_OF_ALL = {"routed_score_func": ["softmax", "sigmoid", "sqrtsoftplus"]}
+_SHARED = {"shared_experts": OtherThan((0,))}
+_GROUPS = {"n_routing_groups": OtherThan((-1,))}
 
 
 class SecondExpertConfig(NamedSection):
@@ -415,6 +418,31 @@ class MoEConfig(Section):
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(None)
     """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
+    routed_score_func: Literal["softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"] = key(
+        "softmax"
+    )
+    """Scores of the experts for a token, from the router's logits. The best are chosen, and their
+    scores are their gates. sigmoid: DeepSeek V3. sqrtsoftplus: sqrt(softplus(x)), DeepSeek V4.
+    topk_softmax: a softmax over the chosen logits alone (gpt-oss, Granite)."""
+    norm_topk_prob: bool | None = key(None, only_if=_SCORES_OF_ALL)
+    """Divide a token's gates by their sum; null is whether it has several (num_experts_per_tok)."""
+    routed_scaling_factor: Positive = key(1.0, "Factor of the gates (DeepSeek V3: 2.5).")
+    n_routing_groups: CountOrAuto = key(-1)
+    """Groups of consecutive experts; a token's experts are in its topk_routing_group best ones
+    (DeepSeek V3: 8). -1: no groups."""
+    topk_routing_group: CountOrAuto = key(-1, only_if=_GROUPS)
+    """Groups that a token chooses from (DeepSeek V3: 4); -1 is all."""
+    routing_group_score: Literal["max", "top2_sum"] = key("top2_sum", only_if=_GROUPS)
+    """Score of a group: its best expert's (DeepSeek V2), or the sum of its best two (V3)."""
+    router_bias: bool = key(False, "Bias of the router's logits (gpt-oss).")
+    expert_bias: bool = key(False, "Biases of the experts (gpt-oss).")
+    shared_experts: Natural = key(0)
+    """Experts that every token visits, beside those of the router: one MLP of their width together
+    (DeepSeek, Qwen3-Next: 1)."""
+    shared_expert_mlp_dim: CountOrAuto = key(-1, only_if=_SHARED)
+    """Hidden width of a shared expert; -1 is that of other experts."""
+    shared_expert_gate: bool = key(False, only_if=_SHARED)
+    """Multiply the output of the shared experts by sigmoid(x w), a number per token (Qwen)."""
     capacity_factor: float = key(-1.0, ge=-1)
     """Expert capacity in training: this factor times tokens / experts of a group; -1 is
     dropless."""
@@ -424,9 +452,31 @@ class MoEConfig(Section):
     """Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole
     sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
+    load_balance_choices: Literal["first", "all"] = key("first")
+    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or the mean
+    over all, 1 / num_experts_per_tok of the loss of transformers and DeepSeek."""
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpertConfig = SecondExpertConfig()
+
+    def width(self, mlp_dim: int) -> int:
+        """Returns the hidden width F of an expert, where a dense MLP has `mlp_dim`."""
+        return mlp_dim if self.moe_mlp_dim == -1 else self.moe_mlp_dim
+
+    def shared_width(self, mlp_dim: int) -> int:
+        """Returns the hidden width of all shared experts together; 0 without any."""
+        is_own = self.shared_expert_mlp_dim != -1
+        width = self.shared_expert_mlp_dim if is_own else self.width(mlp_dim)
+        return self.shared_experts * width
+
+    @property
+    def normalizes_gates(self) -> bool:
+        """Whether the gates of a token are divided by their sum."""
+        if self.routed_score_func == "topk_softmax":
+            return False  # their sum is 1
+        if self.norm_topk_prob is None:
+            return self.num_experts_per_tok > 1
+        return self.norm_topk_prob
 
 
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}

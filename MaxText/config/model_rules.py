@@ -834,6 +834,9 @@ def _routing_issue(config: Config) -> ConfigIssue | None:
             f"experts ({experts.num_experts})",
             keys=("num_experts_per_tok",),
         )
+    issue = _routing_groups_issue(experts)
+    if issue is not None:
+        return issue
     beyond = [layer for layer in experts.moe_layers or () if not 0 <= layer < num_layers]
     if beyond:
         return ConfigIssue(
@@ -852,6 +855,40 @@ def _routing_issue(config: Config) -> ConfigIssue | None:
     if issue is None:
         return None
     return ConfigIssue(message=issue.message, keys=("moe_group_size",))
+
+
+def _routing_groups_issue(experts: MoEConfig) -> ConfigIssue | None:
+    """Returns why experts cannot be chosen from groups, or None."""
+    num_groups = experts.n_routing_groups
+    if num_groups == -1:
+        return None
+    group_size, remainder = divmod(experts.num_experts, num_groups)
+    if remainder:
+        return ConfigIssue(
+            message=f"n_routing_groups={num_groups} does not divide "
+            f"num_experts={experts.num_experts}",
+            keys=("n_routing_groups", "num_experts"),
+        )
+    num_chosen = num_groups if experts.topk_routing_group == -1 else experts.topk_routing_group
+    if num_chosen > num_groups:
+        return ConfigIssue(
+            message=f"topk_routing_group={num_chosen} is more than n_routing_groups={num_groups}",
+            keys=("topk_routing_group", "n_routing_groups"),
+        )
+    if num_chosen * group_size < experts.num_experts_per_tok:
+        return ConfigIssue(
+            message=f"topk_routing_group={num_chosen} groups of {group_size} experts are fewer "
+            f"than num_experts_per_tok={experts.num_experts_per_tok} experts",
+            keys=("topk_routing_group", "num_experts_per_tok"),
+        )
+    if group_size == 1 and experts.routing_group_score == "top2_sum":
+        return ConfigIssue(
+            message="routing_group_score=top2_sum: a group has a single expert "
+            f"(n_routing_groups={num_groups}, num_experts={experts.num_experts})",
+            remedies=("routing_group_score=max",),
+            keys=("routing_group_score", "n_routing_groups"),
+        )
+    return None
 
 
 def _expert_layers_issue(config: Config) -> ConfigIssue | None:

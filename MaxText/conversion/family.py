@@ -558,6 +558,7 @@ _WITHOUT_EFFECT = (
     "moe_group_size",
     "moe_second.policy",
     "moe_second.threshold",
+    "load_balance_choices",
     "router_z_loss_weight",
 )
 

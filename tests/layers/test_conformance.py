@@ -75,6 +75,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         TWO_EXPERTS
         | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
     ),
+    "experts of DeepSeek V3": (
+        "llama2",
+        TWO_EXPERTS
+        | {"routed_score_func": "sigmoid", "routed_scaling_factor": 2.5}
+        | {"n_routing_groups": 2, "topk_routing_group": 1, "router_z_loss_weight": 0.01}
+        | {"shared_experts": 1, "moe_mlp_dim": 8, "load_balance_choices": "all"}
+        | {"layer_pattern": "DE", "layer_kinds": {"D": {"num_experts": 1}, "E": {}}},
+    ),
+    "experts with biases, gated shared experts": (
+        "llama2",
+        # Tokens visit all experts: a step of the check of gradients would change their choices.
+        {"num_experts": 2, "num_experts_per_tok": 2, "routed_score_func": "topk_softmax"}
+        | {"router_bias": True, "expert_bias": True}
+        | {"shared_experts": 2, "shared_expert_mlp_dim": 12, "shared_expert_gate": True},
+    ),
     "muddformer": ("muddformer", MUDD),
     "a pattern of layers": (
         "llama2",

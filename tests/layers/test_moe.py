@@ -12,12 +12,13 @@ from MaxText.layers.context import ForwardContext
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, random_params, tiny_config
 
+WI = ("wi_0", "wi_1")  # kernels before the activations
+
 
 def experts(**keys):
     """The experts of a layer, jitted with a context, and their weights in float64."""
-    config = tiny_config(
-        num_experts=4, num_experts_per_tok=2, base_num_decoder_layers=1, scan_layers=False, **keys
-    )
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "base_num_decoder_layers": 1}
+    config = tiny_config(**sizes | {"scan_layers": False} | keys)
     model = Model(config.model)
     params = random_params(model, 0.2, seed=3)
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"])
@@ -34,12 +35,119 @@ def experts(**keys):
     return run, jax.tree.map(lambda x: np.asarray(x, np.float64), first["mlp"])
 
 
+def test_biases_and_shared_experts():
+    """Both dispatches agree with gpt-oss's and Qwen's terms, added token by token."""
+    keys = {"router_bias": True, "expert_bias": True, "shared_experts": 2, "moe_mlp_dim": 24}
+    keys |= {"shared_expert_gate": True, "shared_expert_mlp_dim": 12}
+    x = tokens()
+    for factor in (-1.0, 4.0):  # dropless, and a capacity that drops nothing
+        run, weights = experts(capacity_factor=factor, **keys)
+        shared = weights["shared_experts"]
+        assert shared["wo"]["kernel"].shape == (24, 32)
+        expected = []
+        for x_D in x[0].astype(np.float64):
+            logits = x_D @ weights["gate"]["kernel"] + weights["gate"]["bias"]
+            chosen, gates = chosen_by_hand(logits, {"num_experts_per_tok": 2})
+            y_D = gates @ [expert_by_hand(weights["experts"], expert, x_D) for expert in chosen]
+            branches = [x_D @ shared[name]["kernel"] + shared[name]["bias"] for name in WI]
+            shared_D = silu(branches[0]) * branches[1] @ shared["wo"]["kernel"]
+            gate = 1 / (1 + np.exp(-x_D @ shared["gate"]["kernel"]))
+            expected.append(y_D + gate * (shared_D + shared["wo"]["bias"]))
+        np.testing.assert_allclose(run(x, training=True)[0][0], expected, atol=2e-5)
+
+
 def tokens(rows=1, length=16):
     return np.random.default_rng(0).normal(size=(rows, length, 32)).astype(np.float32)
 
 
 def silu(x):
     return x / (1 + np.exp(-x))
+
+
+SCORES = {
+    "softmax": lambda logits: softmax(logits),
+    "sigmoid": lambda logits: 1 / (1 + np.exp(-logits)),
+    "sqrtsoftplus": lambda logits: np.sqrt(np.log1p(np.exp(logits))),
+    "topk_softmax": lambda logits: logits,
+}
+
+
+def chosen_by_hand(logits, keys):
+    """The experts of one token and their gates, from its logits in float64."""
+    score_func = keys.get("routed_score_func", "softmax")
+    scores = SCORES[score_func](logits)
+    num_groups = keys.get("n_routing_groups", 1)
+    groups = np.split(np.arange(len(scores)), num_groups)
+    best_two = [sorted(scores[group])[-2:] for group in groups]
+    score_of_group = max if keys.get("routing_group_score") == "max" else sum
+    order = sorted(range(num_groups), key=lambda group: -score_of_group(best_two[group]))
+    chosen_groups = order[: keys.get("topk_routing_group", num_groups)]
+    allowed = [expert for group in chosen_groups for expert in groups[group]]
+    experts = sorted(allowed, key=lambda expert: -scores[expert])[: keys["num_experts_per_tok"]]
+    gates = scores[experts]
+    if score_func == "topk_softmax":
+        gates = softmax(gates)
+    if keys.get("norm_topk_prob", len(experts) > 1):
+        gates = gates / gates.sum()
+    return experts, gates * keys.get("routed_scaling_factor", 1.0)
+
+
+V2 = {"n_routing_groups": 4, "topk_routing_group": 2, "routing_group_score": "max"}
+V3 = {"routed_score_func": "sigmoid", "n_routing_groups": 4, "topk_routing_group": 2}
+ROUTINGS = {
+    "DeepSeek V2": {"norm_topk_prob": False, "routed_scaling_factor": 16.0} | V2,
+    "DeepSeek V3": {"routed_scaling_factor": 2.5} | V3,
+    "DeepSeek V4": {"routed_score_func": "sqrtsoftplus", "routed_scaling_factor": 1.5},
+    "gpt-oss": {"routed_score_func": "topk_softmax"},
+    "Qwen without normalization": {"norm_topk_prob": False},
+    "one expert, normalized": {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    "logits by groups": {"routed_score_func": "topk_softmax", "n_routing_groups": 2}
+    | {"topk_routing_group": 1},
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing(name):
+    """Outputs and gradients are those of the definition in float64."""
+    keys = {"num_experts": 8, "num_experts_per_tok": 3} | ROUTINGS[name]
+    run, weights = experts(**keys)
+    x = tokens()
+    direction, cotangent = np.random.default_rng(1).normal(size=(2, *x.shape))
+    weighted_sum = lambda x: (run(x, training=True)[0] * cotangent).sum()  # noqa: E731
+    gradient = jax.grad(weighted_sum)(x)
+
+    def definition(x_SD):
+        outputs = []
+        for x in x_SD:
+            chosen, gates = chosen_by_hand(x @ weights["gate"]["kernel"], keys)
+            of_experts = [expert_by_hand(weights["experts"], expert, x) for expert in chosen]
+            outputs.append(gates @ of_experts)
+        return np.array(outputs)
+
+    x_SD = x[0].astype(np.float64)
+    expected = definition(x_SD)
+    np.testing.assert_allclose(run(x)[0][0], expected, atol=1e-5 * np.abs(expected).max())
+    step = 1e-6 * direction[0]
+    change = definition(x_SD + step) - definition(x_SD - step)
+    derivative = (change * cotangent[0]).sum() / 2e-6
+    np.testing.assert_allclose((gradient * direction).sum(), derivative, rtol=1e-3)
+
+
+@pytest.mark.parametrize("score_func", ["sigmoid", "sqrtsoftplus"])
+def test_scores_of_tiny_probability_have_gradients(score_func):
+    run, _ = experts(routed_score_func=score_func)
+    gradient = jax.grad(lambda x: run(x, training=True)[0].sum())(1e4 * tokens())
+    assert np.isfinite(gradient).all()
+
+
+def expert_by_hand(experts, expert, x):
+    """The output of one expert for one token."""
+    branches = [x @ experts[name][expert] for name in WI]
+    if "wo_bias" in experts:
+        biases = [experts[f"{name}_bias"][expert] for name in WI]
+        branches = [branch + bias for branch, bias in zip(branches, biases, strict=True)]
+    y = silu(branches[0]) * branches[1] @ experts["wo"][expert]
+    return y + experts["wo_bias"][expert] if "wo_bias" in experts else y
 
 
 def by_hand(weights, x_SD, capacity=None, kept=None):
@@ -60,8 +168,7 @@ def by_hand(weights, x_SD, capacity=None, kept=None):
                 drops += 1
                 continue
             room[expert] -= 1
-            hidden = silu(x @ experts["wi_0"][expert]) * (x @ experts["wi_1"][expert])
-            y[token] += gates[token, choice] * (hidden @ experts["wo"][expert])
+            y[token] += gates[token, choice] * expert_by_hand(experts, expert, x)
     return y, drops
 
 
@@ -84,6 +191,17 @@ def test_tokens_visit_their_experts(factor):
         first = np.bincount(p.argmax(-1), minlength=4) / 13
         total += 13 * 4 * (first * p.mean(0)).sum()
     np.testing.assert_allclose(scalars["moe_lb_loss"], 0.01 * total, rtol=1e-4)
+
+
+def test_balance_of_all_choices():
+    run, weights = experts(load_balance_choices="all", num_experts_per_tok=3)
+    x = tokens()
+    p = softmax(x[0].astype(np.float64) @ weights["gate"]["kernel"], axis=-1)
+    chosen = np.argsort(-p, axis=-1)[:, :3]
+    share = np.bincount(chosen.ravel(), minlength=4) / chosen.size
+    losses = run(x, training=True)[1]
+    expected = 0.01 * 16 * 4 * (share * p.mean(0)).sum()  # of 16 tokens
+    np.testing.assert_allclose(losses["moe_lb_loss"], expected, rtol=1e-4)
 
 
 def test_outside_of_training_no_token_is_dropped():

@@ -40,6 +40,7 @@ DENSE = {
     "noise": 0.02,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
+BIASES_AND_SHARED = {"router_bias": True, "expert_bias": True, "shared_experts": 1}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
 GROUPED = {"base_num_kv_heads": 2}
 LATENT = {
@@ -97,6 +98,7 @@ CASES = {
     ),
     "experts": (PLACES, EXPERT),
     "experts, mixed": (PLACES | {"moe_group_size": 8}, EXPERT_MIXED),
+    "experts with biases, shared experts": (EXPERTS | BIASES_AND_SHARED, MIXED),
     "experts of an odd width without places": (EXPERTS | {"base_mlp_dim": 65}, MIXED),
     "windows, linear attention, loss in chunks": (
         {

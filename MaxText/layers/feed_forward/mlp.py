@@ -3,12 +3,13 @@
 Legend: B sequences, T tokens, D emb_dim, F mlp_dim.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 from flax import nnx
 
-from MaxText.config.layer_sections import FeedForwardConfig
+from MaxText.config.layer_sections import FeedForwardConfig, MoEConfig
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
@@ -47,15 +48,23 @@ class MLP(FeedForward):
         """Builds an MLP, or with num_experts > 1 a mixture of experts; see `Part.build`."""
         config = layer.config.feed_forward
         experts = layer.config.mixture_of_experts
-        if experts.num_experts > 1:
-            return RoutedMoE(experts, config, init, rngs)
-        return cls(config, init, rngs)
+        if experts.num_experts == 1:
+            return cls(config, init, rngs)
+        shared = None
+        if experts.shared_experts:
+            shared = _shared_experts(experts, config, init, rngs)
+        return RoutedMoE(experts, config, init, rngs, shared_experts=shared)
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
-        """Returns the width of experts, if it is not that of the MLP."""
-        width = layer.config.mixture_of_experts.moe_mlp_dim
-        return {} if width == -1 else {"moe_mlp_dim": ("mlp", width)}
+        """Returns the widths of experts, if they are not that of the MLP."""
+        experts = layer.config.mixture_of_experts
+        mlp_dim = layer.dimensions.mlp_dim
+        widths = {
+            "moe_mlp_dim": experts.width(mlp_dim),
+            "shared_experts": experts.shared_width(mlp_dim) or mlp_dim,
+        }
+        return {name: ("mlp", width) for name, width in widths.items() if width != mlp_dim}
 
     def __init__(
         self,
@@ -122,3 +131,47 @@ class MLP(FeedForward):
                 key = jax.random.fold_in(key, self.input_names.index(name))
             return rrelu(x, key)
         return (ACTIVATIONS | OVER_FEATURES)[activation](x)
+
+
+class GatedMLP(MLP):
+    """sigmoid(x w) MLP(x), with w [D, 1]: an MLP that each token turns on or off (Qwen)."""
+
+    not_recomputed = ()  # the gate reads the output
+
+    def __init__(self, config: FeedForwardConfig, init: Init, rngs: nnx.Rngs):
+        """Declares the weights of the MLP and of the gate.
+
+        Args:
+          config: Activations and biases.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
+        super().__init__(config, init, rngs)
+        D = init.dimensions.emb_dim
+        self.gate = Dense((D,), (1,), ("embed", None), init.initializers.kernel, init, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Returns the output [B, T, D], and no losses."""
+        y_BTD, losses = super().__call__(x_BTD, context)
+        return jax.nn.sigmoid(self.gate(x_BTD)) * y_BTD, losses
+
+
+def _shared_experts(
+    experts: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
+) -> MLP:
+    """Returns the MLP of the experts that every token visits.
+
+    Args:
+      experts: Their number, width, activations and biases.
+      feed_forward: Activations if experts have none of their own.
+      init: Sizes, initializers and dtypes.
+      rngs: RNG streams that weights are drawn from.
+    """
+    keys = {
+        "mlp_activations": experts.moe_activations or feed_forward.mlp_activations,
+        "ffn_bias": experts.expert_bias,
+    }
+    width = experts.shared_width(init.dimensions.mlp_dim)
+    init = dataclasses.replace(init, dimensions=init.dimensions._replace(mlp_dim=width))
+    part = GatedMLP if experts.shared_expert_gate else MLP
+    return part(feed_forward.model_copy(update=keys), init, rngs)

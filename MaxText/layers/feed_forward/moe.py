@@ -12,7 +12,7 @@ token, L = E * C slots.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -26,11 +26,21 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.feed_forward.activations import ACTIVATIONS, clamped
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
-from MaxText.layers.params import Init, Initializer, Shape, param
+from MaxText.layers.params import Init, Initializer, Shape, param, zeros
 from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
 _ROUTING = 9  # RNG stream id within a layer; block.py has the others
+
+
+# routed_score_func -> scores of one expert, whatever the others' logits.
+_POSITIVE_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    # The gradient of a root at 0, to which softplus underflows, is infinite.
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), _SMALLEST)),
+}
+_SMALLEST = jnp.finfo(jnp.float32).tiny
+_SUM_EPSILON = 1e-20  # added to sums of these scores, which may underflow
 
 
 class ExpertCapacity(NamedTuple):
@@ -46,6 +56,15 @@ class _Routing(NamedTuple):
     gates_GSK: jax.Array  # factors of the experts' outputs, float32
     experts_GSK: jax.Array  # chosen experts, best first, int32
     is_routed_GSK: jax.Array  # False for padding and for choices that the policy leaves out
+
+
+class _ExpertWeights(NamedTuple):
+    """Kernels and biases of all experts, in the dtype of activations."""
+
+    wi: list[jax.Array]  # kernels [E, D, F] of each activation
+    wo: jax.Array  # kernels [E, F, D] back to the residual stream
+    wi_biases: list[jax.Array] | None = None  # [E, F] of each activation
+    wo_bias: jax.Array | None = None  # [E, D]
 
 
 def group_size(config: MoEConfig, length: int) -> int:
@@ -69,8 +88,29 @@ def expert_capacity(config: MoEConfig, length: int, factor: float) -> ExpertCapa
     return ExpertCapacity(group, slots)
 
 
+def _within_best_groups(scores_GSE: jax.Array, config: MoEConfig) -> jax.Array:
+    """Returns the scores, with -inf for experts outside of a token's best groups.
+
+    Args:
+      scores_GSE: Scores of the experts.
+      config: Number of groups, how many a token chooses from, and the score of a group.
+    """
+    num_groups = config.n_routing_groups
+    num_chosen = num_groups if config.topk_routing_group == -1 else config.topk_routing_group
+    scores_GSnE = scores_GSE.reshape(*scores_GSE.shape[:2], num_groups, -1)
+    best_GSnk, _ = jax.lax.top_k(scores_GSnE, 1 if config.routing_group_score == "max" else 2)
+    _, groups_GSk = jax.lax.top_k(best_GSnk.sum(-1), num_chosen)
+    is_chosen_GSn = jax.nn.one_hot(groups_GSk, num_groups, dtype=jnp.bool).any(-2)
+    chosen_GSnE = jnp.where(is_chosen_GSn[..., None], scores_GSnE, -jnp.inf)
+    return chosen_GSnE.reshape(scores_GSE.shape)
+
+
 class Experts(nnx.Module):
-    """E MLPs without biases, plain or gated, stacked along an expert axis."""
+    """E MLPs, plain or gated, stacked along an expert axis.
+
+    Kernels of expert e are wi_i[e], [D, F], and wo[e], [F, D]; biases are wi_i_bias[e], [F], and
+    wo_bias[e], [D].
+    """
 
     def __init__(
         self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
@@ -84,7 +124,7 @@ class Experts(nnx.Module):
           rngs: RNG streams that weights are drawn from.
         """
         num_experts = config.num_experts
-        width = init.dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        width = config.width(init.dimensions.mlp_dim)
         activations = config.moe_activations or feed_forward.mlp_activations
         D = init.dimensions.emb_dim
         draw = init.initializers
@@ -112,14 +152,25 @@ class Experts(nnx.Module):
         for name in self.input_names:
             setattr(self, name, matrices(D, width, ("embed", "mlp"), draw.kernel))
         self.wo = matrices(width, D, ("mlp", "embed"), draw.output)
+        self.has_biases = config.expert_bias
+        if self.has_biases:
+            dtype = init.weight_dtype
+            for name in self.input_names:
+                bias = param(rngs, (num_experts, width), ("exp", "mlp"), zeros, dtype=dtype)
+                setattr(self, f"{name}_bias", bias)
+            self.wo_bias = param(rngs, (num_experts, D), ("exp", "embed"), zeros, dtype=dtype)
 
-    def inputs(self) -> list[jax.Array]:
-        """Returns the kernels [E, D, F] of each activation, in the dtype of activations."""
-        return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
+    def weights(self) -> _ExpertWeights:
+        """Returns the weights in the dtype of activations."""
 
-    def outputs(self) -> jax.Array:
-        """Returns the kernels [E, F, D] back to the residual stream."""
-        return self.wo[...].astype(self.dtype)
+        def cast(name: str) -> jax.Array:
+            return getattr(self, name)[...].astype(self.dtype)
+
+        weights = _ExpertWeights(wi=[cast(name) for name in self.input_names], wo=cast("wo"))
+        if not self.has_biases:
+            return weights
+        wi_biases = [cast(f"{name}_bias") for name in self.input_names]
+        return weights._replace(wi_biases=wi_biases, wo_bias=cast("wo_bias"))
 
     def gated(self, branches: Sequence[jax.Array]) -> jax.Array:
         """Returns the product of the activated branches, one per activation."""
@@ -140,8 +191,15 @@ def input_kernel_names(activations: Sequence[str]) -> list[str]:
 class RoutedMoE(nnx.Module):
     """A feed-forward of experts: y = sum over a token's experts of gate * expert(x).
 
-    Gates are the largest of p = softmax(x Wg), float32: p itself for one expert per token (Fedus et
-    al. 2021), else divided by their sum (Lepikhin et al. 2020, Jiang et al. 2024).
+    A token goes to the K experts of the largest scores, and its gates are these scores, float32.
+    With x Wg the logits of the router, scores are softmax(x Wg), sigmoid(x Wg) (DeepSeek-AI 2024,
+    V3), sqrt(softplus(x Wg)) (V4), or the logits, whose softmax over the chosen ones are the gates
+    (gpt-oss). Gates are divided by their sum if a token has several experts (Lepikhin et al. 2020,
+    Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`.
+
+    With groups, only experts of the best groups of consecutive experts are chosen, so that a token
+    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2). Shared experts are one MLP that every
+    token visits, whose output is added (Dai et al. 2024, section 3.2).
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
@@ -149,19 +207,48 @@ class RoutedMoE(nnx.Module):
     drops nothing, as it sees a text in other groups than training.
     """
 
-    rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
-    not_recomputed = ()  # gates read the output of each expert
+    rows: ClassVar = {
+        "gate": "router",
+        "experts": "feed-forward",
+        "shared_experts": "feed-forward",
+    }
+    not_recomputed = ("shared_experts",)  # gates read the output of other experts
 
     def __init__(
-        self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
+        self,
+        config: MoEConfig,
+        feed_forward: FeedForwardConfig,
+        init: Init,
+        rngs: nnx.Rngs,
+        *,
+        shared_experts: nnx.Module | None = None,
     ):
+        """Declares the weights of the router and the experts.
+
+        Args:
+          config: Number of experts, their sizes, and the way tokens are routed.
+          feed_forward: Activations if experts have none of their own, and the limit of activations.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          shared_experts: MLP that every token visits, a feed-forward part; None for none.
+        """
         D = init.dimensions.emb_dim
         E = config.num_experts
         draw = init.initializers.kernel
         self.config = config
         used_in = jnp.dtype(jnp.float32)  # rounding could send a token to another expert
-        self.gate = Dense((D,), (E,), ("embed", None), draw, init, rngs, used_in=used_in)
+        self.gate = Dense(
+            (D,),
+            (E,),
+            ("embed", None),
+            draw,
+            init,
+            rngs,
+            use_bias=config.router_bias,
+            used_in=used_in,
+        )
         self.experts = Experts(config, feed_forward, init, rngs)
+        self.shared_experts = shared_experts
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
@@ -169,18 +256,22 @@ class RoutedMoE(nnx.Module):
         capacity = self._capacity(length, context)
         x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
         logits_GSE = self.gate(x_GSD)
-        p_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        p_GSE, scores_GSE = self._scores(logits_GSE)
         record(p_GSE.reshape(batch, length, -1), "router_probabilities")
         is_token_GS = jnp.ones(x_GSD.shape[:2], bool)
         if context.segments_BT is not None:
             is_token_GS = (context.segments_BT > 0).reshape(x_GSD.shape[:2])
-        routing = self._route(p_GSE, is_token_GS, context)
+        routing = self._route(scores_GSE, is_token_GS, context)
         losses = self._auxiliary_losses(logits_GSE, p_GSE, routing.experts_GSK, is_token_GS)
         if capacity is None:
             y_GSD = self._dropless(x_GSD, routing)
         else:
             y_GSD = self._capacity_dispatch(x_GSD, routing, capacity)
-        return y_GSD.reshape(batch, length, width), losses
+        y_BTD = y_GSD.reshape(batch, length, width)
+        if self.shared_experts is not None:
+            shared_BTD, _ = self.shared_experts(x_BTD, context)
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, losses
 
     def _capacity(self, length: int, context: ForwardContext) -> int | None:
         """Returns C, or None to compute experts without a capacity."""
@@ -195,18 +286,42 @@ class RoutedMoE(nnx.Module):
             return group_size(config, length) if has_sharded_experts else None
         return expert_capacity(config, length, factor).slots
 
-    def _route(self, p_GSE: jax.Array, is_token_GS: jax.Array, context: ForwardContext) -> _Routing:
+    def _scores(self, logits_GSE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns probabilities, which sum to 1, and the scores that experts are chosen by.
+
+        Args:
+          logits_GSE: Of the router, float32.
+        """
+        score_func = self.config.routed_score_func
+        if score_func in _POSITIVE_SCORES:
+            scores_GSE = _POSITIVE_SCORES[score_func](logits_GSE)
+            sum_GS1 = scores_GSE.sum(-1, keepdims=True)
+            return scores_GSE / (sum_GS1 + _SUM_EPSILON), scores_GSE
+        p_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        return p_GSE, logits_GSE if score_func == "topk_softmax" else p_GSE
+
+    def _route(
+        self, scores_GSE: jax.Array, is_token_GS: jax.Array, context: ForwardContext
+    ) -> _Routing:
         """Returns the experts of each token.
 
         Args:
-          p_GSE: Probabilities of the router, float32.
+          scores_GSE: Scores of the experts, float32.
           is_token_GS: False for padding, which no expert computes.
           context: Facts about the batch.
         """
-        gates_GSK, experts_GSK = jax.lax.top_k(p_GSE, self.config.num_experts_per_tok)
-        if self.config.num_experts_per_tok > 1:
-            gates_GSK = gates_GSK / (gates_GSK.sum(-1, keepdims=True) + 1e-9)
+        config = self.config
+        if config.n_routing_groups != -1:
+            scores_GSE = _within_best_groups(scores_GSE, config)
+        gates_GSK, experts_GSK = jax.lax.top_k(scores_GSE, config.num_experts_per_tok)
+        if config.routed_score_func == "topk_softmax":
+            gates_GSK = jax.nn.softmax(gates_GSK, axis=-1)
+        if config.normalizes_gates:
+            epsilon = 1e-9 if config.routed_score_func == "softmax" else _SUM_EPSILON
+            gates_GSK = gates_GSK / (gates_GSK.sum(-1, keepdims=True) + epsilon)
         is_routed_GSK = is_token_GS[..., None] & self._policy(gates_GSK, context)
+        if config.routed_scaling_factor != 1:
+            gates_GSK = gates_GSK * config.routed_scaling_factor
         return _Routing(gates_GSK, experts_GSK, is_routed_GSK)
 
     def _policy(self, gates_GSK: jax.Array, context: ForwardContext) -> jax.Array:
@@ -239,16 +354,20 @@ class RoutedMoE(nnx.Module):
     ) -> Scalars:
         """Returns weighted load balance and router z losses, summed over tokens.
 
-        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e,
-        P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
+        Load balance of a group: E sum_e f_e P_e, f_e the share of tokens whose first choice is e
+        (Lepikhin et al. 2020, section 2.2), or the share of all choices that are e, P_e the mean of
+        p_e. Both are 1 for a router without preferences. Router z loss: logsumexp(logits)^2
         (Zoph et al. 2022, equation 5).
         """
         config = self.config
         num_experts = p_GSE.shape[-1]
         is_token = is_token_GS[..., None].astype(jnp.float32)
         count_G1 = jnp.maximum(is_token.sum(1), 1.0)
-        first_GSE = jax.nn.one_hot(experts_GSK[..., 0], num_experts) * is_token
-        share_GE = first_GSE.sum(1) / count_G1
+        if config.load_balance_choices == "all":
+            choices_GSE = jax.nn.one_hot(experts_GSK, num_experts).mean(2) * is_token
+        else:
+            choices_GSE = jax.nn.one_hot(experts_GSK[..., 0], num_experts) * is_token
+        share_GE = choices_GSE.sum(1) / count_G1
         mean_p_GE = (p_GSE * is_token).sum(1) / count_G1
         balance_G = num_experts * (share_GE * mean_p_GE).sum(-1)
         balance = (balance_G * is_token.sum((1, 2))).sum()
@@ -326,11 +445,19 @@ class RoutedMoE(nnx.Module):
         if dot is jax.lax.dot_general and is_exact_on_cpu(experts.precision, x_GECD):
             dot = dot_in_double
         einsum = functools.partial(jnp.einsum, precision=experts.precision, _dot_general=dot)
-        branches = [
-            tag(einsum("gecd,edf->gecf", x_GECD, kernel), "mlpwi") for kernel in experts.inputs()
-        ]
+        weights = experts.weights()
+        branches = [einsum("gecd,edf->gecf", x_GECD, kernel) for kernel in weights.wi]
+        if weights.wi_biases is not None:
+            branches = [
+                branch_GECF + bias_EF[:, None]
+                for branch_GECF, bias_EF in zip(branches, weights.wi_biases, strict=True)
+            ]
+        branches = [tag(branch_GECF, "mlpwi") for branch_GECF in branches]
         h_GECF = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
-        out_GECD = tag(einsum("gecf,efd->gecd", h_GECF, experts.outputs()), "mlpwo")
+        out_GECD = einsum("gecf,efd->gecd", h_GECF, weights.wo)
+        if weights.wo_bias is not None:
+            out_GECD = out_GECD + weights.wo_bias[:, None]
+        out_GECD = tag(out_GECD, "mlpwo")
         return with_logical_constraint(with_logical_constraint(out_GECD, *by_expert), *by_group)
 
     def _dropless(self, x_GSD: jax.Array, routing: _Routing) -> jax.Array:
@@ -344,7 +471,8 @@ class RoutedMoE(nnx.Module):
           routing: Their experts.
         """
         experts = self.experts
-        operands = (x_GSD, routing, experts.inputs(), experts.outputs())
+        weights = experts.weights()
+        operands = (x_GSD, routing, weights)
         mesh_axes = axes_of_current_mesh("activation_batch", "activation_length", "activation_mlp")
         if mesh_axes is None:
             return self._dropless_on_one_device(*operands)
@@ -354,12 +482,16 @@ class RoutedMoE(nnx.Module):
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
             tensor_axes = ()  # a width that the axes do not divide is replicated
         by_token = PartitionSpec(batch_axes, length_axes)
-        inputs = PartitionSpec(None, None, tensor_axes)
-        outputs = PartitionSpec(None, tensor_axes)
+        by_width = weights._replace(
+            wi=PartitionSpec(None, None, tensor_axes),
+            wo=PartitionSpec(None, tensor_axes),
+            wi_biases=PartitionSpec(None, tensor_axes),
+            wo_bias=PartitionSpec(),
+        )
         return jax.shard_map(
             functools.partial(self._dropless_on_one_device, tensor_axes=tensor_axes),
             mesh=mesh,
-            in_specs=(by_token, by_token, inputs, outputs),
+            in_specs=(by_token, by_token, by_width),
             out_specs=by_token,
             check_vma=False,
         )(*operands)
@@ -368,8 +500,7 @@ class RoutedMoE(nnx.Module):
         self,
         x_GSD: jax.Array,
         routing: _Routing,
-        wi: list[jax.Array],
-        wo: jax.Array,
+        weights: _ExpertWeights,
         tensor_axes: tuple[str, ...] = (),
     ) -> jax.Array:
         """Returns y_GSD of a device's tokens, sorted by expert for ragged products.
@@ -377,8 +508,7 @@ class RoutedMoE(nnx.Module):
         Args:
           x_GSD: Tokens of this device.
           routing: Their experts.
-          wi: Kernels [E, D, F] of each activation.
-          wo: Kernels [E, F, D].
+          weights: Of all experts.
           tensor_axes: Mesh axes that divide F: outputs are summed over them.
         """
         experts = self.experts
@@ -396,10 +526,18 @@ class RoutedMoE(nnx.Module):
         ragged_dot = functools.partial(
             jax.lax.ragged_dot, group_sizes=sizes, precision=experts.precision
         )
-        branches = [tag(ragged_dot(sorted_tokens, kernel), "mlpwi") for kernel in wi]
-        out = tag(ragged_dot(experts.gated(branches), wo), "mlpwo")
+        branches = [ragged_dot(sorted_tokens, kernel) for kernel in weights.wi]
+        if weights.wi_biases is not None:
+            branches = [
+                branch + bias_EF[expert_of_pair[order]]
+                for branch, bias_EF in zip(branches, weights.wi_biases, strict=True)
+            ]
+        branches = [tag(branch, "mlpwi") for branch in branches]
+        out = tag(ragged_dot(experts.gated(branches), weights.wo), "mlpwo")
         if tensor_axes:
             out = jax.lax.psum(out, tensor_axes)
+        if weights.wo_bias is not None:
+            out = out + weights.wo_bias[expert_of_pair[order]]
         gates = (routing.gates_GSK * routing.is_routed_GSK).reshape(-1)[order]
         out = out * gates[:, None].astype(out.dtype)
         y = take_rows(out, position_of_pair, order[:, None]).reshape(-1, num_choices, width)
