@@ -154,6 +154,8 @@ class WeightMapping:
         first, *others = (
             layout.hf_shape(shape) for layout, shape in zip(self._patterns, shapes, strict=False)
         )
+        if not others:
+            return first
         return (first[0] + sum(other[0] for other in others), *first[1:])
 
     def split(
@@ -170,10 +172,13 @@ class WeightMapping:
         Returns:
           The parameters in their order, as views where the order allows it.
         """
-        lengths = [
-            layout.hf_shape(shape)[0] for layout, shape in zip(self._patterns, shapes, strict=False)
-        ]
-        parts = np.split(tensor, np.cumsum(lengths)[:-1])
+        parts = [tensor]
+        if len(self._patterns) > 1:  # a single one may be a scalar's
+            lengths = [
+                layout.hf_shape(shape)[0]
+                for layout, shape in zip(self._patterns, shapes, strict=False)
+            ]
+            parts = np.split(tensor, np.cumsum(lengths)[:-1])
         arrays = [
             array
             for layout, part, shape in zip(self._patterns, parts, shapes, strict=False)

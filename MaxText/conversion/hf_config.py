@@ -154,8 +154,10 @@ def _kinds_of_layers(family: Family, config: dict[str, Any], problems: list[str]
         return _Kinds((), {})
     setting = next(setting for setting in family.settings if setting.name == _NUM_LAYERS)
     count, _ = _value_of(setting, config)
-    if type(count) is not int:
-        return _Kinds((), {})  # which is reported with the others
+    try:
+        all_keys()["base_num_decoder_layers"].convert(count)
+    except typed_values.InvalidValueError:
+        return _Kinds((), {})  # it is reported with the other settings
     try:
         names = family.layers.read(Layers(config, count))
     except LayerTableError as error:

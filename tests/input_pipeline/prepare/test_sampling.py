@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.input_pipeline.document_sources.corpus import Corpus, Document
+from MaxText.input_pipeline.document_sources.corpus import Corpus, TextDocument
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.sampling import (
     HELD_OUT,
@@ -36,7 +36,7 @@ class Texts:
 
     def documents(self, skipped):
         for row, text in enumerate(self.texts):
-            yield Document(text, "texts", row)
+            yield TextDocument(text, "texts", row)
 
 
 def corpus_of(shards):
