@@ -12,10 +12,10 @@ A data source is a class registered under a name, which `dataset_type` chooses::
 
 There are three forms, by what the data allow:
 
-  DocumentSource: documents by index. Packing, shuffling, mixtures, hosts, reader processes and
-    exact resuming are those of a prepared dataset.
-  RecordSource: training sequences by index, of any number, such as generated ones.
-  StreamSource: documents in sequence, from what cannot be read by index.
+- DocumentSource: documents by index. Packing, shuffling, mixtures, hosts, reader processes and
+  exact resuming are those of a prepared dataset.
+- RecordSource: training sequences by index, of any number, such as generated ones.
+- StreamSource: documents in sequence, from what cannot be read by index.
 
 Importing this file does not import jax, so reader processes start fast.
 """
