@@ -456,15 +456,16 @@ def _unknown_name(name: str, chosen: str, file: Path) -> ConfigIssue:
     closest = ""
     if name == "model_name" and (block := block_of_model(chosen)):
         closest = f"MaxText's models/{chosen}.yml as config file, with decoder_block={block}"
-    known = [] if nearest else [", ".join(presets)]
-    if name == "model_name" and not nearest:
-        known = config_files.by_family(presets)
+    preset_lines = []
+    if not nearest:
+        is_model = name == "model_name"
+        preset_lines = config_files.by_family(presets) if is_model else [", ".join(presets)]
     return ConfigIssue(
         message=f"{name}: there is no {short_path(file)}",
         context=(
             ("nearest", ", ".join(nearest)),
             ("closest", closest),
-            *(("known", line) for line in known),
+            *(("known", line) for line in preset_lines),
             ("default", str(all_keys()[name].default)),
         ),
     )

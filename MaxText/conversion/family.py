@@ -585,14 +585,22 @@ def _choices(decoder_block: str) -> dict[str, Any]:
 BOOLEANS = ((True, True), (False, False))
 
 
+def whole_number(value: Any, *, at_least: int) -> Any:
+    """Returns a value of config.json that is an integer of at least a bound, else REQUIRED."""
+    return value if type(value) is int and value >= at_least else REQUIRED
+
+
+def positive_number(value: Any) -> Any:
+    """Returns a value of config.json that is a number above 0 as a float, else REQUIRED."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and value > 0 else REQUIRED
+
+
 def soft_cap(name: str, key: str, default: float | None) -> ConfigMapping:
     """Returns the setting of a soft cap, which null turns off; 0 does here."""
 
     def read(value: Any, config: Mapping[str, Any]) -> Any:
-        if value is None:
-            return 0.0
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number and value > 0 else REQUIRED
+        return 0.0 if value is None else positive_number(value)
 
     return ConfigMapping(
         (name,), (key,), default, null=None, read=read, write=lambda values: values[key] or None

@@ -100,8 +100,8 @@ def _parameters_by_kind(
     config: Mapping[str, Any], defaults: RotaryDefaults, source: str
 ) -> dict[str, dict[str, Any]]:
     """Returns the object of each kind of layer."""
-    given = config.get(OBJECT) or {}
-    unknown = sorted(given.keys() - defaults.thetas_by_kind.keys())
+    objects_by_kind = config.get(OBJECT) or {}
+    unknown = sorted(objects_by_kind.keys() - defaults.thetas_by_kind.keys())
     if unknown:
         raise UserError(
             f"{source}: config.json: {OBJECT} has an object for each of "
@@ -109,8 +109,8 @@ def _parameters_by_kind(
         )
     result = {}
     for kind, theta in defaults.thetas_by_kind.items():
-        silent = {} if given else defaults.parameters_by_kind.get(kind, {})
-        parameters = dict(given.get(kind) or silent)
+        silent = {} if objects_by_kind else defaults.parameters_by_kind.get(kind, {})
+        parameters = dict(objects_by_kind.get(kind) or silent)
         if kind == defaults.scaled_kind:
             parameters |= config.get(_OLD_OBJECT) or {}
         name = defaults.theta_names_by_kind.get(kind)

@@ -222,6 +222,12 @@ def frozen_models(config: ModelConfig) -> dict[str, PretrainedModel]:
     return {} if objective is None else objective.frozen_models(objective_config(config))
 
 
+def _frozen_models_on(config: ModelConfig, sharding: ShardingPlan) -> dict[str, PretrainedModel]:
+    """Returns the frozen models of an objective, with `auto` resolved for the devices of a mesh."""
+    with axis_rules(sharding.mesh, sharding.rules):
+        return frozen_models(config)
+
+
 def abstract_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[str, Params]:
     """Returns the shapes and shardings of frozen parameters on a mesh.
 
@@ -232,8 +238,7 @@ def abstract_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[
     Raises:
       UserError: A frozen model does not fit the pipeline stages of the mesh.
     """
-    with axis_rules(sharding.mesh, sharding.rules):
-        models = frozen_models(config)
+    models = _frozen_models_on(config, sharding)
     for name, frozen in models.items():
         _check_stages(name, frozen, sharding)
     return {
@@ -267,15 +272,13 @@ def read_frozen_params(config: ModelConfig, sharding: ShardingPlan) -> dict[str,
       UserError: They cannot be read.
     """
     abstract = abstract_frozen_params(config, sharding)
-    with axis_rules(sharding.mesh, sharding.rules):
-        models = frozen_models(config)
+    models = _frozen_models_on(config, sharding)
     return {name: frozen.read(abstract[name]) for name, frozen in models.items()}
 
 
 def frozen_lines(config: ModelConfig, sharding: ShardingPlan) -> list[str]:
     """Returns a line about each frozen model, for the log of a run."""
-    with axis_rules(sharding.mesh, sharding.rules):
-        models = frozen_models(config)
+    models = _frozen_models_on(config, sharding)
     return [
         f"{name}: {frozen.source}, {frozen.model.num_parameters:,} parameters, not trained"
         for name, frozen in models.items()

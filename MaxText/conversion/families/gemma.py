@@ -73,7 +73,7 @@ _SANDWICH_NORMS = (
 
 def _read_scalar(value: Any, config: Mapping[str, Any]) -> Any:
     """Returns the score scale of `query_pre_attn_scalar`; None for the width of a head."""
-    if type(value) is not int or value < 1:
+    if hf.whole_number(value, at_least=1) is hf.REQUIRED:
         return hf.REQUIRED
     return None if value == config["head_dim"] else value**-0.5
 
@@ -105,6 +105,16 @@ _SCALAR = hf.ConfigMapping(
     write=_write_scalar,
 )
 
+# Sizes in transformers if config.json omits them; those of Gemma 2 2B.
+_SIZES_OF_2B = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+
 GEMMA2 = descendant(
     "Gemma2ForCausalLM",
     *_SHARED,
@@ -114,13 +124,8 @@ GEMMA2 = descendant(
     windows.of_local_layers(4096),
     without=("mlp_bias", "hidden_act"),
     defaults={
+        **_SIZES_OF_2B,
         "vocab_size": 256_000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "max_position_embeddings": 8192,
         "final_logit_softcapping": 30.0,
     },
@@ -132,6 +137,8 @@ GEMMA2 = descendant(
 )
 
 _BY_KIND = (*rotary.settings(LOCAL), *rotary.settings(GLOBAL))
+# Settings of Llama that families with rotary parameters by kind of layer lack.
+_WITHOUT = ("mlp_bias", "hidden_act", *(setting.name for setting in rotary.settings()))
 
 GEMMA3 = descendant(
     "Gemma3ForCausalLM",
@@ -143,15 +150,10 @@ GEMMA3 = descendant(
     hf.supported("use_bidirectional_attention", False, None, hint=_ONLY_CAUSAL),
     windows.of_local_layers(4096),
     *_BY_KIND,
-    without=("mlp_bias", "hidden_act", *(setting.name for setting in rotary.settings())),
+    without=_WITHOUT,
     defaults={
+        **_SIZES_OF_2B,
         "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
         "max_position_embeddings": 131_072,
     },
     model_type="gemma3_text",
@@ -213,8 +215,8 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if num_kv_heads is None:
         num_kv_heads = config.get("num_key_value_heads")
     heads = dict(zip(_GLOBAL_HEADS, (head_dim, num_kv_heads), strict=True))
-    others = {name: value for name, value in config.items() if name not in _GLOBAL_HEADS}
-    return others | {name: value for name, value in heads.items() if value is not None}
+    stated_heads = {name: value for name, value in heads.items() if value is not None}
+    return _without_global_heads(config) | stated_heads
 
 
 def _write_gemma4(config: dict[str, Any]) -> dict[str, Any]:
@@ -229,13 +231,17 @@ def _write_gemma4(config: dict[str, Any]) -> dict[str, Any]:
         for index, name in enumerate(config["layer_types"])
         if name == GLOBAL and override
     }
-    others = {name: value for name, value in config.items() if name not in _GLOBAL_HEADS}
-    return others | {_PER_LAYER: overrides}
+    return _without_global_heads(config) | {_PER_LAYER: overrides}
+
+
+def _without_global_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the other settings of a config.json than those in `_GLOBAL_HEADS`."""
+    return {name: value for name, value in config.items() if name not in _GLOBAL_HEADS}
 
 
 def _read_width(value: Any, config: Mapping[str, Any]) -> Any:
     """Returns the width of per-layer embeddings; 0 is none."""
-    return value if type(value) is int and value >= 0 else hf.REQUIRED
+    return hf.whole_number(value, at_least=0)
 
 
 def _write_rows(values: Mapping[str, Any]) -> int:
@@ -281,7 +287,7 @@ GEMMA4 = descendant(
     hf.mapped("global_head_dim", "head_dim", 512, kinds=(GLOBAL,)),
     hf.mapped("attention_k_eq_v", "share_kv_projections", False, hf.BOOLEANS, kinds=(GLOBAL,)),
     *_BY_KIND,
-    without=("mlp_bias", "hidden_act", *(setting.name for setting in rotary.settings())),
+    without=_WITHOUT,
     defaults={
         "vocab_size": 262_144,
         "hidden_size": 2304,

@@ -42,8 +42,8 @@ _EPSILON_NAME = "rms_norm_eps"  # Llama's
 
 def _read_scale(value: Any, config: Mapping[str, Any]) -> Any:
     """Returns the divisor of logits for a factor."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return 1.0 / value if is_number and value > 0 else hf.REQUIRED
+    factor = hf.positive_number(value)
+    return hf.REQUIRED if factor is hf.REQUIRED else 1.0 / factor
 
 
 def _write_scale(values: Mapping[str, Any]) -> float:

@@ -5,8 +5,6 @@ published files, which transformers 5 still reads and writes. Ministral 3 multip
 factor that grows with the position. `mistral3` is a multimodal model around Mistral or Ministral 3.
 """
 
-from typing import Any
-
 from MaxText.conversion import family as hf
 from MaxText.conversion.families import rotary, windows
 from MaxText.conversion.families.llama import LAYER, PRE_NORMS, attention, descendant, rows
@@ -23,16 +21,13 @@ _BIASES = ("attention_bias", "mlp_bias")
 
 
 def _two_or_more(hf_names: str, key: str, default: int, hint: str) -> hf.ConfigMapping:
-    def possible(value: Any) -> Any:
-        return value if type(value) is int and value > 1 else hf.REQUIRED
-
     return hf.ConfigMapping(
         tuple(hf_names.split()),
         (key,),
         default,
         hint=hint,
-        read=lambda value, config: possible(value),
-        write=lambda values: possible(values[key]),
+        read=lambda value, config: hf.whole_number(value, at_least=2),
+        write=lambda values: hf.whole_number(values[key], at_least=2),
     )
 
 

@@ -130,10 +130,7 @@ def _long_factors(values: Mapping[str, Any]) -> list[float]:
 
 def _read_number(value: Any, config: Mapping[str, Any]) -> Any:
     """Returns a positive number, or None."""
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and value > 0 else hf.REQUIRED
+    return None if value is None else hf.positive_number(value)
 
 
 def _read_numbers(value: Any, config: Mapping[str, Any]) -> Any:

@@ -32,7 +32,7 @@ def of_local_layers(default: int | None, kinds: tuple[str, ...] = (LOCAL,)) -> h
     """
 
     def read(value: Any, config: Mapping[str, Any]) -> Any:
-        return value if type(value) is int and value >= 1 else hf.REQUIRED
+        return hf.whole_number(value, at_least=1)
 
     return hf.ConfigMapping(
         (NAME,),

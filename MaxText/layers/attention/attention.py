@@ -112,23 +112,12 @@ class Attention(Mixer):
         projection = functools.partial(
             lookup("projection", attention.attention_projections), config, init, rngs
         )
-        self.query = projection(
-            "qkv",
-            (D,),
-            (N, H),
-            axes=("embed", "q_heads", "kv"),
-            initializer=draw.query,
-            use_bias=attention.qkv_bias,
-        )
+        from_stream = functools.partial(projection, "qkv", (D,), use_bias=attention.qkv_bias)
+        to_query_heads = functools.partial(from_stream, (N, H), axes=("embed", "q_heads", "kv"))
         key_or_value = functools.partial(
-            projection,
-            "qkv",
-            (D,),
-            (K, H),
-            axes=("embed", "kv_heads", "kv"),
-            initializer=draw.key_value,
-            use_bias=attention.qkv_bias,
+            from_stream, (K, H), axes=("embed", "kv_heads", "kv"), initializer=draw.key_value
         )
+        self.query = to_query_heads(initializer=draw.query)
         self.key = key_or_value()
         self.value = None if attention.share_kv_projections else key_or_value()
         self.out = projection(
@@ -139,16 +128,8 @@ class Attention(Mixer):
             initializer=draw.attention_output,
             use_bias=attention.proj_bias,
         )
-        gate = functools.partial(
-            projection,
-            "qkv",
-            (D,),
-            (N, H),
-            axes=("embed", "q_heads", "kv"),
-            initializer=draw.kernel,
-            use_bias=attention.qkv_bias,
-        )
-        self.gate = gate() if attention.attention_output_gate else None
+        has_gate = attention.attention_output_gate
+        self.gate = to_query_heads(initializer=draw.kernel) if has_gate else None
         sinks = functools.partial(
             param,
             rngs,
