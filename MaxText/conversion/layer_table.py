@@ -17,6 +17,15 @@ _LAYER_TYPES = "layer_types"
 _SIZES = ("base_num_kv_heads", "head_dim")
 _WINDOW = "sliding_window_size"
 NUM_EXPERTS = "num_experts"
+# Keys that say which layers are of a kind.
+_BY_LAYER = {
+    "layer_pattern",
+    "layer_kinds",
+    "attention_types",
+    "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
+}
 _MAX_PREFIX = 64  # layers before a cycle, and of it
 _UNSET = object()
 
@@ -68,8 +77,7 @@ class LayerTable:
     @property
     def keys(self) -> set[str]:
         """Keys of ours that the table determines."""
-        by_layer = {"layer_pattern", "layer_kinds", "attention_types", "moe_layers"}
-        return by_layer.union(*(kind.keys for kind in self.kinds))
+        return _BY_LAYER.union(*(kind.keys for kind in self.kinds))
 
     def kind_of(self, values: Mapping[str, Any]) -> LayerKind | None:
         """Returns the kind of a layer with these values of our keys; None if it has none."""
