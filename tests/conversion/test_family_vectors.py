@@ -36,6 +36,9 @@ NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "atten
 _MINISTRAL3 = CASES["ministral3"]["rope_parameters"]
 _MSCALES = {"mscale", "mscale_all_dim"}
 _HUNYUAN = CASES["hunyuan_v1_dense"]["rope_parameters"]
+_DEEPSEEK_V2 = CASES["deepseek_v2-groups"]["rope_parameters"]
+# Layers of multi-token prediction are not written.
+_NO_PREDICTION_LAYERS = {"num_nextn_predict_layers": 0}
 REWRITTEN: dict[str, dict[str, Any]] = {
     "ministral3": {
         "rope_parameters": {
@@ -49,6 +52,15 @@ REWRITTEN: dict[str, dict[str, Any]] = {
             "rope_theta": _HUNYUAN["rope_theta"] * _HUNYUAN["alpha"] ** (8 / 6),
         }
     },
+    "deepseek_v2-groups": {
+        "rope_parameters": {
+            **{name: value for name, value in _DEEPSEEK_V2.items() if name != "mscale"},
+            "attention_factor": (0.07 * math.log(4) + 1) / (0.09 * math.log(4) + 1),
+        }
+    },
+    "deepseek_v3": _NO_PREDICTION_LAYERS,
+    "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
+    "glm4_moe": _NO_PREDICTION_LAYERS,
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
@@ -220,6 +232,32 @@ def test_a_multimodal_folder(tmp_path):
         assert weights.keys == plain.keys
         for name in weights.model.parameters:
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):
+    golden = of_family_vectors("deepseek_v3")
+    layer = {f"model.layers.3.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
+    weights = HFWeights(write(tmp_path, golden.config_json, golden.parameters | layer))
+    assert "not read: model.layers.3.* (2 tensors)" in weights.notes[0]
+    beyond = {"model.layers.2.mlp.extra.weight": np.zeros(3, np.float32)}
+    with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.extra\.weight"):
+        HFWeights(write(tmp_path, golden.config_json, golden.parameters | beyond))
+
+
+def test_layers_with_experts_in_other_words():
+    """An export reads what each layer has, whichever keys say it."""
+    config_json = of_family_vectors("deepseek_v3").config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    assert (keys["layer_pattern"], keys["num_experts"]) == ("D(E)", 8)
+    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1, 2]}
+    assert to_config_json(family, load_config(**listed)) == to_config_json(
+        family, load_config(**keys)
+    )
+    with pytest.raises(UserError, match="a dense layer follows one with experts"):
+        find_family(load_config(**{**listed, "moe_layers": [0, 2]}), "deepseek_v3")
+    with pytest.raises(UserError, match="shared_experts=0"):
+        find_family(load_config(**{**listed, "shared_experts": 0}), "deepseek_v3")
 
 
 def test_heads_in_the_order_of_the_file(tmp_path):
