@@ -37,6 +37,15 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
 # Several chunks: of one alone the state has no gradient, which the formula counts.
 LINEAR = kinds("linear", "global") | {"linear_attention.chunk": 5}
 
+DELTA = {
+    "mixer": "gated_delta_net",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_chunk_size": 5,
+}
+
 LATENT = {
     "mixer": "latent_attention",
     "kv_lora_rank": 6,
@@ -62,6 +71,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama2",
         LATENT | {"q_lora_rank": 10, "rope_type": "yarn", "rope_pairs": "adjacent"} | DROPS,
     ),
+    "gated DeltaNet": ("llama2", DELTA | {"linear_allow_neg_eigval": True}),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
     "shared layer, scale norm": (
@@ -273,7 +283,12 @@ def sums_as_products():
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
 REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
-ON_DEVICES = (*REPRESENTATIVE, "latent attention", "post-norm and pre-norm layers, joint norms")
+ON_DEVICES = (
+    *REPRESENTATIVE,
+    "latent attention",
+    "gated DeltaNet",
+    "post-norm and pre-norm layers, joint norms",
+)
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
