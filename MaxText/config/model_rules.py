@@ -8,8 +8,10 @@ from MaxText.config.axis_rules import NETWORKS, size_key
 from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
+    DELTA_MIXERS,
     RECURRENT_MIXERS,
     SOFTMAX_MIXERS,
+    KimiDeltaAttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
     NotElementwise,
@@ -482,7 +484,9 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_sinks": SOFTMAX_MIXERS,
     "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
     **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
-    **dict.fromkeys(RecurrentConfig.model_fields, RECURRENT_MIXERS),
+    **dict.fromkeys((name for name in RecurrentConfig.model_fields if name != "kda"), DELTA_MIXERS),
+    "linear_num_key_heads": ("gated_delta_net",),
+    **dict.fromkeys(KimiDeltaAttentionConfig.model_fields, ("kda",)),
 }
 
 
