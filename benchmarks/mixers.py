@@ -48,6 +48,7 @@ MIXERS = {
     # As wide as attention, and with twice as many heads of values, as in Qwen3-Next.
     "gated_delta_net": "mixer=gated_delta_net linear_num_value_heads=16",
     "gated_delta_net, 32 heads": "mixer=gated_delta_net linear_num_value_heads=32",
+    "kda": "mixer=kda linear_num_value_heads=16",
 }
 
 
