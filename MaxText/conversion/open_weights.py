@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_reader import OBJECTIVE, CheckpointReader
-from MaxText.checkpointing.compatibility import PyTree
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 from MaxText.conversion.hf_import import open_hf_weights
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
+from MaxText.value_types import PyTree
 
 Log = Callable[[str], None]
 

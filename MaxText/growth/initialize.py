@@ -9,7 +9,6 @@ from flax import traverse_util
 
 from MaxText.checkpointing.compatibility import (
     ArraySpec,
-    PyTree,
     array_specs,
     leaf_path,
     mismatches,
@@ -19,6 +18,7 @@ from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
 from MaxText.layers.params import Params
 from MaxText.training.optimizer import BASE_TRANSFORM
+from MaxText.value_types import PyTree
 
 _SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam
 _OPT_STATE = "opt_state/"
