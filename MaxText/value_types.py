@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 # Nested dicts, lists, tuples and registered dataclasses, as jax.tree.map takes them. Leaves are
 # arrays, or what stands for an array: its shape and dtype, its sharding, its gradient.
 PyTree = Any
-# Structure of a PyTree, of jax.tree.structure. Type checkers do not know jax's class.
+# The structure of a PyTree, of jax.tree.structure, and a jax.Device. Type checkers take jax's names
+# for variables.
 TreeDef = Any
+Device = Any
 # A PyTree of a function that returns the same structure.
 Tree = TypeVar("Tree")
 

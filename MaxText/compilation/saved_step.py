@@ -229,7 +229,7 @@ def _load(
     executable: bytes,
     sharding: ShardingPlan,
     state: TrainState,
-    batch: Any,
+    batch: Batch,
 ) -> Callable:
     devices = list(sharding.mesh.devices.flat)
     return serialize_executable.deserialize_and_load(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_reader import OBJECTIVE, CheckpointReader
@@ -109,7 +110,7 @@ def _open_hf(
         ) from None
     compatibility.log_casts(casts, log)
 
-    def read_param(tree_path: Any, param_spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def read_param(tree_path: KeyPath, param_spec: jax.ShapeDtypeStruct) -> jax.Array:
         # Only one array at a time is on the host; each device takes its shard.
         array = weights.read("/".join(entry.key for entry in tree_path))
         sharding = param_spec.sharding

@@ -155,7 +155,7 @@ class RollbackController:
             )
         return None
 
-    def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    def snapshot(self, step: int, state: TrainState, position: Mapping[str, Any]) -> None:
         """Copies a healthy state to host memory when due.
 
         Args:
