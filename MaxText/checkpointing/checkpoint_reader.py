@@ -340,8 +340,8 @@ def silence_threads() -> None:
 
 
 def _filter_unraisable(
-    is_expected: Callable[[sys.UnraisableHookArgs], bool],
-) -> Callable[[sys.UnraisableHookArgs], object]:
+    is_expected: Callable[["sys.UnraisableHookArgs"], bool],
+) -> Callable[["sys.UnraisableHookArgs"], object]:
     """Hides uncatchable errors; returns the previous sys.unraisablehook.
 
     Args:
@@ -349,7 +349,7 @@ def _filter_unraisable(
     """
     previous = sys.unraisablehook
 
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         if not is_expected(unraisable):
             previous(unraisable)
 

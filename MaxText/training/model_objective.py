@@ -28,7 +28,8 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
-from MaxText.layers.part import Part, PartConfig, Scalars
+from MaxText.layers.part import Part, PartConfig
+from MaxText.layers.part_scalars import Losses
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.value_types import PyTree, Tree
@@ -45,8 +46,8 @@ class ObjectiveSums(NamedTuple):
     grad_norm, are taken.
     """
 
-    losses: Scalars  # the sum of their means is minimized
-    metrics: Scalars = {}  # reported beside them  # noqa: RUF012
+    losses: Losses  # the sum of their means is minimized
+    metrics: Losses = {}  # reported beside them  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +181,7 @@ class Objective(Part):
         return ()
 
     @classmethod
-    def weights(cls, config: PartConfig, batch: Batch) -> Scalars:
+    def weights(cls, config: PartConfig, batch: Batch) -> Losses:
         """Returns what sums are divided by, as float32 scalars by the name of the loss or metric.
 
         Names that are left out are divided by the sum of the weights of the targets,
