@@ -423,6 +423,31 @@ def test_a_multimodal_folder(tmp_path):
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
 
 
+def test_published_files_of_qwen3_5(tmp_path):
+    """A model of text, images, and further tokens; in a text all positions are the same."""
+    golden = of_family_vectors("qwen3_5_text")
+    rotary = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    text = golden.config_json | {
+        "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "rope_parameters": golden.config_json["rope_parameters"] | rotary,
+    }
+    config_json = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in golden.parameters.items()
+    }
+    others = {name: np.zeros(3, np.float32) for name in ("model.visual.a.weight", "mtp.fc.weight")}
+    weights = HFWeights(write(tmp_path / "all", config_json, tensors | others))
+    notes = " ".join(weights.notes)
+    assert "visual (1 tensors)" in notes
+    assert "mtp" in notes
+    plain = HFWeights(write(tmp_path / "text", golden.config_json, golden.parameters))
+    assert weights.keys == plain.keys
+    for name in weights.model.parameters:
+        np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
 def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):
     golden = of_family_vectors("deepseek_v3")
     layer = {f"model.layers.2.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
