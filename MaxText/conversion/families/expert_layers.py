@@ -37,7 +37,7 @@ def table(
     layers: LayerTable,
     letters: str,
     read_experts: Callable[[Layers], Iterable[bool]],
-    write_experts: Callable[[Sequence[bool]], dict[str, Any]],
+    write_experts: Callable[[Sequence[bool]], Mapping[str, Any]],
 ) -> LayerTable:
     """Returns the table of a family in which some layers have experts, and others are dense.
 
@@ -167,3 +167,12 @@ def shared_rows(hf_name: str, gate: str = "") -> hf.Rows:
         *hf.projection(hf_name + "down_proj", _SHARED + "wo", "D F", "F D"),
         *(hf.projection(gate, _SHARED + "gate", "G D", "D G") if gate else ()),
     )
+
+
+# Layers of multi-token prediction, which are stored behind the last layer.
+PREDICTION_LAYERS = tuple(f"model.layers.{{num_layers+{index}}}." for index in range(4))
+
+
+def no_prediction_layers() -> hf.ConfigMapping:
+    """Returns the setting of the layers of multi-token prediction: any are read, none written."""
+    return hf.without_key("num_nextn_predict_layers", lambda values: 0)

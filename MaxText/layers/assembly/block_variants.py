@@ -12,7 +12,6 @@ from MaxText.layers.assembly.block import (
     FEED_FORWARD_STREAM,
     MIXER_STREAM,
     Block,
-    add_scalars,
 )
 from MaxText.layers.attention.parallel_mixer import BesideMixer
 from MaxText.layers.attention.static_sgu import BesideStaticSGU
@@ -23,6 +22,7 @@ from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.part_scalars import add_scalars
 from MaxText.layers.per_layer_inputs import PerLayerInputs, layer_input
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
