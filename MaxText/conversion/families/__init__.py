@@ -18,6 +18,7 @@ from MaxText.conversion.families.relatives import (
     EXAONE4,
     GLM4,
     GRANITE,
+    GRANITEMOE,
     HUNYUAN_V1_DENSE,
     NANOCHAT,
     PHI3,
@@ -69,6 +70,7 @@ _IN_TRANSFORMERS = (
     GLM4_MOE,
     MINIMAX_M2,
     HY_V3,
+    GRANITEMOE,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

@@ -335,6 +335,17 @@ CASES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "granitemoe": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "hy_v3": {
         "head_dim": 8,
         "num_experts": 6,
