@@ -10,6 +10,7 @@ numbers never change.
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import zlib
@@ -21,6 +22,7 @@ from unittest import mock
 import numpy as np
 
 FOLDER = Path(__file__).parent
+_PUBLISHED = re.compile(r"block_sparse_moe\.(gate|up|down)_proj\.")
 BATCH = 2
 LENGTH = 20
 
@@ -301,6 +303,19 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "rope_parameters": YARN,
     },
+    "kimi_linear": {
+        **{name: size for name, size in LATENT.items() if name != "n_routed_experts"},
+        "num_experts": 8,
+        "q_lora_rank": None,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 10,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
+    },
     "gpt_oss": {
         "num_hidden_layers": 2,
         "head_dim": 8,
@@ -388,7 +403,7 @@ def _make(case: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
         model.save_pretrained(folder)
         config_json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        stored = load_file(f"{folder}/model.safetensors")
+        stored = _with_published_names(load_file(f"{folder}/model.safetensors"))
         is_scale = {name: array.ndim == 1 and array[0] == 1 for name, array in stored.items()}
         centers = {name: 1.0 for name in stored if is_scale[name]}
         fixed = {name: array.tolist() for name, array in stored.items() if _is_fixed(name)}
@@ -445,7 +460,15 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
             parameter.copy_(parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
+        return _with_published_names(load_file(f"{folder}/model.safetensors"))
+
+
+def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns tensors with the names of published files, which transformers reads.
+
+    It writes the dense layers of Kimi Linear under the name of those with experts.
+    """
+    return {_PUBLISHED.sub(r"mlp.\1_proj.", name): array for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
