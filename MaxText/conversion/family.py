@@ -507,6 +507,7 @@ class Family:
     write_config: ConfigChange = _unchanged
     # model_type of multimodal models whose text part is such a model; only read
     wrappers: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()  # of the same model outside transformers; only read
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:

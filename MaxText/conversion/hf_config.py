@@ -70,6 +70,9 @@ def lookup_family(config: Mapping[str, Any]) -> Family | None:
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
+    for family in FAMILIES.values():
+        if model_type in family.other_model_types:
+            return family
     # Classes outside transformers may have any model_type, or none.
     own_classes = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in own_classes if architectures == [family.architecture]), None)

@@ -53,10 +53,8 @@ def test_bias_balances_the_load():
     assert set(np.unique(np.abs(bias(first)))) <= {np.float32(0), np.float32(RATE)}
     assert bias(first).any(axis=1).all()
     norms = np.array([metrics[0][f"grad_norm/layer_{layer}"] for layer in range(3)])
-    assert metrics[0]["grad_norm"] >= np.sqrt(
-        (norms**2).sum()
-    )  # loads of 128 choices are not in it
-    assert metrics[0]["grad_norm"] < 10
+    # Without the loads, which are 128 choices of 8 experts.
+    assert np.sqrt((norms**2).sum()) <= metrics[0]["grad_norm"] < 10
     assert not any("moe_load" in name for name in metrics[0])
 
     _, with_bias = after(state, step, batches)

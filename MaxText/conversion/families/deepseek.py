@@ -4,6 +4,7 @@ All have latent attention, whose rotary slice rotates adjacent dimensions in fil
 fine and shared experts behind `first_k_dense_replace` dense ones. V2 chooses experts by softmax
 scores (`topk_method`), V3 by sigmoid scores and a correction bias. The factor that YaRN gives to
 scores is `mscale_all_dim`. Layers of multi-token prediction, behind the last one, are not read.
+Kimi K2 (Kimi Team 2025, arXiv 2507.20534) is a V3 under another model_type.
 """
 
 import dataclasses
@@ -289,4 +290,5 @@ DEEPSEEK_V3 = descendant(
         expert_layers.ALIKE, "D", **expert_layers.first_are_dense("first_k_dense_replace", 3)
     ),
     rotary=RotaryDefaults(),
+    other_model_types=("kimi_k2",),
 )
