@@ -12,6 +12,7 @@ from MaxText.config.schema import all_keys
 
 GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
+LINEAR = "linear_attention"
 _LAYER_TYPES = "layer_types"
 # Keys of ours: sizes that can differ by kind, and one that global layers do not read.
 _SIZES = ("base_num_kv_heads", "head_dim")
@@ -192,27 +193,33 @@ def read_list(layers: Layers, key: str, default: Iterable[Any] | None) -> list[A
     return listed
 
 
-def read_layer_types(layers: Layers, default: Iterable[str]) -> list[str]:
+def read_layer_types(layers: Layers, default: Iterable[str], others: str = LOCAL) -> list[str]:
     """Returns `layer_types`, or the default of the family.
 
+    Args:
+      layers: Of config.json.
+      default: The type of each layer of a config.json without the list.
+      others: The type of layers that are not global.
+
     Raises:
-      LayerTableError: It has other types than local and global attention.
+      LayerTableError: It has other types than these two.
     """
     types = read_list(layers, _LAYER_TYPES, default)
-    unknown = sorted({str(kind) for kind in types} - {GLOBAL, LOCAL})
+    unknown = sorted({str(kind) for kind in types} - {GLOBAL, others})
     if unknown:
         raise LayerTableError(
-            f"{_LAYER_TYPES}: only {GLOBAL} and {LOCAL} can be imported, not {', '.join(unknown)}"
+            f"{_LAYER_TYPES}: only {GLOBAL} and {others} can be imported, not {', '.join(unknown)}"
         )
     return types
 
 
-def every_nth_global(key: str, default: int) -> Callable[[Layers], list[str]]:
+def every_nth_global(key: str, default: int, others: str = LOCAL) -> Callable[[Layers], list[str]]:
     """Returns a reader for families whose older files have the distance between global layers.
 
     Args:
       key: The key with that distance.
       default: Its default.
+      others: The type of the other layers.
     """
 
     def read(layers: Layers) -> list[str]:
@@ -221,9 +228,9 @@ def every_nth_global(key: str, default: int) -> Callable[[Layers], list[str]]:
         if layers.config.get(_LAYER_TYPES) is None and (type(distance) is not int or distance < 1):
             raise LayerTableError(f"{key}={distance} is not a number of layers")
         alternating = (
-            GLOBAL if (index + 1) % distance == 0 else LOCAL for index in range(layers.count)
+            GLOBAL if (index + 1) % distance == 0 else others for index in range(layers.count)
         )
-        return read_layer_types(layers, alternating)
+        return read_layer_types(layers, alternating, others)
 
     return read
 

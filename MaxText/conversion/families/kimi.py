@@ -22,16 +22,17 @@ from MaxText.conversion.families.llama import (
 )
 from MaxText.conversion.layer_table import (
     GLOBAL,
+    LINEAR,
     LayerKind,
     Layers,
     LayerTable,
     LayerTableError,
+    read_layer_types,
     read_list,
     write_layer_types,
 )
 
-_LINEAR = "linear_attention"
-_KINDS = (_LINEAR, GLOBAL)  # those with experts
+_KINDS = (LINEAR, GLOBAL)  # those with experts
 _SELF = LAYER + "self_attn."
 _MOE = LAYER + "block_sparse_moe."
 _PUBLISHED = "linear_attn_config"
@@ -54,24 +55,18 @@ def _read_published(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_layer_types(layers: Layers) -> list[str]:
     default: Iterable[str] = (
-        GLOBAL if index and index % 4 == 0 else _LINEAR for index in range(layers.count)
+        GLOBAL if index and index % 4 == 0 else LINEAR for index in range(layers.count)
     )
     published = layers.config.get(_PUBLISHED)
     if isinstance(published, Mapping) and "kda_layers" in published:
         default = _published_types(published, layers.count)
-    types = read_list(layers, "layer_types", default)
-    unknown = sorted({str(kind) for kind in types} - set(_KINDS))
-    if unknown:
-        raise LayerTableError(
-            f"layer_types: only {GLOBAL} and {_LINEAR} can be imported, not {', '.join(unknown)}"
-        )
-    return types
+    return read_layer_types(layers, default, others=LINEAR)
 
 
 def _published_types(published: Mapping[str, Any], count: int) -> list[str]:
     """Returns the kind of each layer by lists of layers, which are counted from 1."""
     types = dict.fromkeys(range(1, count + 1), "")
-    for name, kind in (("kda_layers", _LINEAR), ("full_attn_layers", GLOBAL)):
+    for name, kind in (("kda_layers", LINEAR), ("full_attn_layers", GLOBAL)):
         listed = published.get(name)
         if not isinstance(listed, list):
             raise LayerTableError(f"{_PUBLISHED}.{name}={listed} is not a list of layers")
@@ -173,7 +168,7 @@ _WITHOUT_ROTARY = tuple(
     dataclasses.replace(row, rotary_order="halves", rotary_part="first") for row in LATENT_ATTENTION
 )
 
-KIMI_LINEAR = descendant(
+KIMILINEAR = descendant(
     "KimiLinearForCausalLM",
     *latent_attention(),
     hf.mapped("model_max_length max_position_embeddings", "max_target_length", 1_048_576),
@@ -205,7 +200,7 @@ KIMI_LINEAR = descendant(
     layers=expert_layers.table(
         LayerTable(
             (
-                LayerKind(_LINEAR, "K", {"mixer": "kda"}),
+                LayerKind(LINEAR, "K", {"mixer": "kda"}),
                 LayerKind(GLOBAL, "A", {"mixer": "latent_attention"}),
             ),
             _read_layer_types,

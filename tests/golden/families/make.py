@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 FOLDER = Path(__file__).parent
-_PUBLISHED = re.compile(r"block_sparse_moe\.(gate|up|down)_proj\.")
+_KIMI_DENSE = re.compile(r"block_sparse_moe\.(gate|up|down)_proj\.")
 BATCH = 2
 LENGTH = 20
 
@@ -68,6 +68,28 @@ LATENT = {
 }
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
+LINEAR = "linear_attention"
+DELTA_NET = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Vectors of few numbers are near 0 here and there, where norms amplify rounding.
+    "rms_norm_eps": 1e-2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, GLOBAL, LINEAR],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 
 # case: changes of SIZES. The text before a hyphen is the model_type.
 CASES: dict[str, dict[str, Any]] = {
@@ -261,6 +283,37 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "decoder_sparse_step": 2,
     },
+    "qwen3_next": {**DELTA_NET, **SHARED_EXPERT, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_next-alike": {
+        **SHARED_EXPERT,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [LINEAR, GLOBAL],
+    },
+    "qwen3_5_text": {**DELTA_NET, "attention_bias": True},
+    "qwen3_5_moe_text": {**DELTA_NET, **SHARED_EXPERT, "tie_word_embeddings": True},
+    "olmo_hybrid": {
+        "rms_norm_eps": 1e-2,
+        "layer_types": [LINEAR, LINEAR, GLOBAL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 20,
+        "linear_value_head_dim": 10,  # transformers 5.24 stores convolutions of one width only
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "olmo_hybrid-nope": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, GLOBAL],
+        "linear_allow_neg_eigval": False,
+        "linear_value_head_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
     "deepseek_v2": {
         **LATENT,
         "num_hidden_layers": 2,
@@ -310,7 +363,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_expert_group": 2,
         "topk_group": 1,
         "num_shared_experts": 2,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "layer_types": [LINEAR, GLOBAL, LINEAR],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "linear_head_dim": 10,
         "linear_num_heads": 3,
@@ -466,9 +519,18 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
 def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns tensors with the names of published files, which transformers reads.
 
-    It writes the dense layers of Kimi Linear under the name of those with experts.
+    It writes the norm of OLMo hybrid's attention under the name of another one, and the dense layers
+    of Kimi Linear under the name of those with experts.
     """
-    return {_PUBLISHED.sub(r"mlp.\1_proj.", name): array for name, array in arrays.items()}
+
+    def published(name: str) -> str:
+        layer, found, end = name.partition(".feedforward_layer_norm.")
+        is_of_attention = found and f"{layer}.self_attn.q_proj.weight" in arrays
+        if is_of_attention:
+            return f"{layer}.post_attention_layernorm.{end}"
+        return _KIMI_DENSE.sub(r"mlp.\1_proj.", name)
+
+    return {published(name): array for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
