@@ -42,15 +42,19 @@ _SIZES = {
     "linear_num_heads": "num_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
+# Of later models, which the class in transformers does not have.
+_OPTIONS = ("gate_lower_bound", "use_full_rank_gate")
+_LATER = "The class in transformers does not read it."
 
 
 def _read_published(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the sizes of KDA under the names of transformers."""
+    """Returns a config.json with the sizes and options of KDA as keys of its own."""
     published = config.get(_PUBLISHED)
     if not isinstance(published, Mapping):
         return config
+    options = {name: published[name] for name in _OPTIONS if name in published}
     sizes = {name: published[old] for name, old in _SIZES.items() if old in published}
-    return config | sizes
+    return config | options | sizes
 
 
 def _read_layer_types(layers: Layers) -> list[str]:
@@ -176,6 +180,9 @@ KIMILINEAR = descendant(
     hf.mapped("linear_head_dim", "linear_key_head_dim linear_value_head_dim", 128),
     hf.mapped("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
     *_ROUTING,
+    hf.supported("gate_lower_bound", None, hint=_LATER),
+    hf.supported("use_full_rank_gate", False, hint=_LATER),
+    hf.supported("mla_use_output_gate", False, hint=_LATER),
     hf.supported("mla_use_nope", True, hint="Its latent attention has no rotary positions."),
     biases("attention_bias", "qkv_bias proj_bias"),
     without=("mlp_bias", *(setting.name for setting in rotary.settings())),

@@ -519,8 +519,8 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
 def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns tensors with the names of published files, which transformers reads.
 
-    It writes the norm of OLMo hybrid's attention under the name of another one, and the dense layers
-    of Kimi Linear under the name of those with experts.
+    It writes the norm of OLMo hybrid's attention under the name of another one, and dense layers of
+    Kimi Linear under the name of those with experts.
     """
 
     def published(name: str) -> str:
