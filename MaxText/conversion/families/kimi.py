@@ -172,7 +172,7 @@ _WITHOUT_ROTARY = tuple(
     dataclasses.replace(row, rotary_order="halves", rotary_part="first") for row in LATENT_ATTENTION
 )
 
-KIMILINEAR = descendant(
+KIMI_LINEAR = descendant(
     "KimiLinearForCausalLM",
     *latent_attention(),
     hf.mapped("model_max_length max_position_embeddings", "max_target_length", 1_048_576),
