@@ -442,11 +442,11 @@ def test_a_multimodal_folder(tmp_path):
 
 def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):
     golden = of_family_vectors("deepseek_v3")
-    layer = {f"model.layers.3.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
+    layer = {f"model.layers.2.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
     weights = HFWeights(write(tmp_path, golden.config_json, golden.parameters | layer))
-    assert "not read: model.layers.3.* (2 tensors)" in weights.notes[0]
-    beyond = {"model.layers.2.mlp.extra.weight": np.zeros(3, np.float32)}
-    with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.extra\.weight"):
+    assert "not read: model.layers.2.* (2 tensors)" in weights.notes[0]
+    beyond = {"model.layers.1.mlp.extra.weight": np.zeros(3, np.float32)}
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.extra\.weight"):
         HFWeights(write(tmp_path, golden.config_json, golden.parameters | beyond))
 
 
@@ -465,13 +465,13 @@ def test_layers_with_experts_in_other_words():
     config_json = of_family_vectors("deepseek_v3").config_json
     family = resolve_family(config_json, "here")
     keys = config_from_hf(family, config_json, "here", {})
-    assert (keys["layer_pattern"], keys["num_experts"]) == ("D(E)", 8)
-    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1, 2]}
+    assert (keys["layer_pattern"], keys["num_experts"]) == ("DE", 8)
+    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1]}
     assert to_config_json(family, load_config(**listed)) == to_config_json(
         family, load_config(**keys)
     )
     with pytest.raises(UserError, match="a dense layer follows one with experts"):
-        find_family(load_config(**{**listed, "moe_layers": [0, 2]}), "deepseek_v3")
+        find_family(load_config(**{**listed, "moe_layers": [0]}), "deepseek_v3")
     with pytest.raises(UserError, match="shared_experts=0"):
         find_family(load_config(**{**listed, "shared_experts": 0}), "deepseek_v3")
 

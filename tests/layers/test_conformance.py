@@ -122,7 +122,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": (
         "llama2",
         TWO_EXPERTS
-        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
+        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"}
+        | {"routed_bias": True, "routed_bias_update_rate": 0.001},
     ),
     "experts of DeepSeek V3": (
         "llama2",
