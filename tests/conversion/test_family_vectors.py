@@ -127,7 +127,9 @@ def test_a_model_is_exported_as_the_narrowest_family(case):
 
 
 def older(config_json: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as versions of transformers before 5 wrote it."""
+    """A config.json as versions of transformers before 5, or authors, wrote it."""
+    if "linear_head_dim" in config_json:
+        return published_by_kimi(config_json)
     config = {name: value for name, value in config_json.items() if name != "rope_parameters"}
     parameters = dict(config_json["rope_parameters"])
     if GLOBAL in parameters:
@@ -138,6 +140,21 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
             config[name] = parameters.pop(name)
     is_scaled = parameters["rope_type"] != "default"
     return config | {"rope_scaling": parameters if is_scaled else None}
+
+
+def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with layers counted from 1, and the sizes of KDA in an object."""
+    config = dict(config_json)
+    kinds = [*enumerate(config.pop("layer_types"), 1)]
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == GLOBAL],
+        "kda_layers": [layer for layer, kind in kinds if kind != GLOBAL],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    return config | {"mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None}
 
 
 # Each kind of layer has more than older files can say, or there are no rotary positions.
