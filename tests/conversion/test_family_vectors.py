@@ -61,6 +61,10 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NO_PREDICTION_LAYERS,
     "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
     "glm4_moe": _NO_PREDICTION_LAYERS,
+    # Positions or experts of a model without them, and the place of a norm that is not there.
+    "granitemoehybrid": {"rope_parameters": None},
+    "granitemoehybrid-dense": {"num_experts_per_tok": None, "router_aux_loss_coef": None},
+    "falcon_h1": {"mamba_norm_before_gate": None},
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
