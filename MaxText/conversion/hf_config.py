@@ -579,7 +579,8 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     has_experts = all(layer.config.mixture_of_experts.num_experts > 1 for layer in model.layers)
     if model.feed_forward.feed_forward_type == "none":
         values["num_experts"] = 1
-    values["mamba_n_heads"] = model.recurrent.mamba2.num_heads(dimensions.emb_dim)
+    if "mamba2" in model.all_mixers:
+        values["mamba_n_heads"] = model.recurrent.mamba2.num_heads(dimensions.emb_dim)
     values["norm_topk_prob"] = experts.normalizes_gates
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.

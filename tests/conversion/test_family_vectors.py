@@ -143,9 +143,12 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
 
 # Each kind of layer has more than older files can say.
 ONLY_NEWER = ("gemma4_text", "gemma4_text-per-layer", "gemma4_text-plain")
+WITHOUT_ROTARY = ("mamba2", "mamba2-tied", "nemotron_h")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in (*ONLY_NEWER, *WITHOUT_ROTARY)]
+)
 def test_older_files_are_read_alike(case):
     config_json = of_family_vectors(case).config_json
     family = resolve_family(config_json, "here")
@@ -184,6 +187,30 @@ def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
         name: golden.config_json[name] for name in of_model
     }
     assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
+
+@pytest.mark.parametrize(
+    ("case", "older_keys"),
+    [
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*-EME"}),
+        (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "attention", "mamba"],
+                "position_embedding_type": "nope",
+                "mamba_d_head": "auto",
+                "time_step_limit": None,
+            },
+        ),
+        ("falcon_h1-norm", {"mamba_d_ssm": None, "ssm_multipliers": None}),
+        ("mamba2-tied", {"time_step_limit": [0.0, math.inf]}),
+    ],
+)
+def test_state_spaces_as_published(case, older_keys):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json | older_keys, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
 
 
 def test_global_heads_as_published():
