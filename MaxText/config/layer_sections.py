@@ -162,8 +162,9 @@ MIXERS: dict[AttentionKind, str] = {
 SOFTMAX_MIXERS = ("attention", "local_attention", "latent_attention")
 # Those with the same projections.
 ATTENTION_MIXERS = ("attention", "local_attention", "linear_attention")
-# Those with keys of RecurrentConfig.
-RECURRENT_MIXERS = ("gated_delta_net", "mamba2")
+# Those with a state that the delta rule changes.
+DELTA_MIXERS = ("gated_delta_net", "kda")
+RECURRENT_MIXERS = (*DELTA_MIXERS, "mamba2")
 
 _ROTARY = {"position_embedding": "rotary"}
 _SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn", "longrope"]}
@@ -354,6 +355,21 @@ class AttentionConfig(Section):
         return tuple(kinds)
 
 
+class KimiDeltaAttentionConfig(Section):
+    """Layers of Kimi Delta Attention (arXiv 2510.26692), with mixer=kda.
+
+    They have linear_num_value_heads heads.
+    """
+
+    kda_lower_bound: float | None = key(None, lt=0)
+    """Bound of the logarithm of a state's decay by one token: it is the bound times sigmoid of
+    exp(A_log) times the rate, as in Ling 3 (HF: kda_lower_bound, -5 there). null has no bound: it
+    is -exp(A_log) softplus(rate), as in Kimi Linear."""
+    kda_lora_rank: Natural | None = key(None)
+    """Rank of the projections to the decays and to the gate of outputs. null is
+    linear_key_head_dim (Kimi Linear); 0 is one full matrix each (Ling 3)."""
+
+
 class Mamba2Config(Section):
     """Layers of Mamba-2 (arXiv 2405.21060), with mixer=mamba2.
 
@@ -411,7 +427,7 @@ class RecurrentConfig(Section):
     gdn_num_key_heads)."""
     linear_num_value_heads: Count = key(32)
     """Heads of values, a multiple of linear_num_key_heads: each key serves several values (MaxText:
-    gdn_num_value_heads)."""
+    gdn_num_value_heads). With mixer=kda also the heads of queries and keys."""
     linear_key_head_dim: Count = key(128)
     """Width of each query and key (MaxText: gdn_key_head_dim)."""
     linear_value_head_dim: Count = key(128)
@@ -428,6 +444,7 @@ class RecurrentConfig(Section):
     linear_norm_epsilon: NonNegative | None = key(None)
     """Epsilon of the gated norm of outputs; null is normalization_layer_epsilon (OLMo hybrid:
     1e-5)."""
+    kda: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()
     mamba2: Mamba2Config = Mamba2Config()
 
 

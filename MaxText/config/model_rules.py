@@ -8,8 +8,10 @@ from MaxText.config.axis_rules import NETWORKS, size_key
 from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
+    DELTA_MIXERS,
     RECURRENT_MIXERS,
     SOFTMAX_MIXERS,
+    KimiDeltaAttentionConfig,
     LatentAttentionConfig,
     Mamba2Config,
     MoEConfig,
@@ -486,9 +488,11 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
     **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
     **dict.fromkeys(
-        (name for name in RecurrentConfig.model_fields if name != "mamba2"),
-        tuple(name for name in RECURRENT_MIXERS if name != "mamba2"),
+        (name for name in RecurrentConfig.model_fields if name not in ("kda", "mamba2")),
+        DELTA_MIXERS,
     ),
+    "linear_num_key_heads": ("gated_delta_net",),
+    **dict.fromkeys(KimiDeltaAttentionConfig.model_fields, ("kda",)),
     **dict.fromkeys(Mamba2Config.model_fields, ("mamba2",)),
 }
 

@@ -123,13 +123,10 @@ class DocumentMasks:
     @classmethod
     def of(cls, context: ForwardContext, chunks: Chunks) -> "DocumentMasks":
         """Returns the masks of a batch; the first token continues the state's document."""
-        segments_BT = context.segments_BT
-        size = chunks.size
-        if segments_BT is None:
-            number_JPBC = jnp.zeros((1, 1, 1, size), jnp.int32)
+        begins_BT = begins_document(context, chunks.length)
+        if begins_BT is None:
+            number_JPBC = jnp.zeros((1, 1, 1, chunks.size), jnp.int32)
         else:
-            is_later = jnp.arange(chunks.length) > 0
-            begins_BT = is_later & (segments_BT != earlier_tokens(segments_BT, 1))
             number_JPBC = jnp.cumsum(chunks.split(begins_BT.astype(jnp.int32)), axis=-1)
         is_same = number_JPBC[..., :, None] == number_JPBC[..., None, :]
         return cls(
@@ -144,3 +141,15 @@ def is_token(context: ForwardContext, length: int) -> jax.Array | None:
     if context.lengths_B is None:
         return None
     return jnp.arange(length) < context.lengths_B[:, None]
+
+
+def begins_document(context: ForwardContext, length: int) -> jax.Array | None:
+    """Returns whether each token is the first of a later document [B, T]; None if there is one.
+
+    The first token of a sequence continues the document of the state before it.
+    """
+    segments_BT = context.segments_BT
+    if segments_BT is None:
+        return None
+    is_later = jnp.arange(length) > 0
+    return is_later & (segments_BT != earlier_tokens(segments_BT, 1))

@@ -72,7 +72,7 @@ class DeltaInputs(NamedTuple):
     k_BTMK: jax.Array
     v_BTNV: jax.Array
     beta_BTN: jax.Array  # b
-    log_a_BTN: jax.Array
+    log_a: jax.Array  # [B, T, N], or [B, T, N, K]: one for each row of S
 
 
 @register("mixer", "gated_delta_net")
@@ -172,26 +172,36 @@ class GatedDeltaNet(Mixer):
         memory_BNKV = jnp.zeros((B, N, q_BTMK.shape[-1], V), jnp.float32)
         if has_state:
             memory_BNKV = state.memory_BNKV
-        beta_BTN, log_a_BTN = self._rates(x_BTD)
+        beta_BTN, log_a = self.rates(x_BTD)
         is_token_BT = is_token(context, T)
         if is_token_BT is not None:  # padding keeps the state
             beta_BTN = jnp.where(is_token_BT[..., None], beta_BTN, 0)
-            log_a_BTN = jnp.where(is_token_BT[..., None], log_a_BTN, 0)
+            log_a = jnp.where(is_token_BT.reshape(B, T, *[1] * (log_a.ndim - 2)), log_a, 0)
         inputs = DeltaInputs(
             q_BTMK=unit_length(jax.nn.silu(q_BTMK)) * q_BTMK.shape[-1] ** -0.5,
             k_BTMK=unit_length(jax.nn.silu(k_BTMK)),
             v_BTNV=jax.nn.silu(v_BTNV),
             beta_BTN=beta_BTN,
-            log_a_BTN=log_a_BTN,
+            log_a=log_a,
         )
         chunks = Chunks.of(x_BTD, self.chunk_size)
-        o_BTNV, memory_BNKV = delta_rule(inputs, memory_BNKV, context, chunks, self.precision)
-        gate_BTNV = tag(self.gate(x_BTD), "attention_gate")
+        o_BTNV, memory_BNKV = self.recur(inputs, memory_BNKV, context, chunks)
+        gate_BTNV = tag(self.output_gate(x_BTD), "attention_gate")
         o_BTNV = self.norm.gated(tag(o_BTNV.astype(gate_BTNV.dtype), "context"), gate_BTNV)
         y_BTD = tag(self.out(o_BTNV), "out_proj")
         return y_BTD, GatedDeltaNetState(queries_BEMK, keys_BEMK, values_BENV, memory_BNKV)
 
-    def _rates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def recur(
+        self, inputs: DeltaInputs, memory_BNKV: jax.Array, context: ForwardContext, chunks: Chunks
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs o, float32 [B, T, N, V], and the last state; see `delta_rule`."""
+        return delta_rule(inputs, memory_BNKV, context, chunks, self.precision)
+
+    def output_gate(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns z of the gated norm, [B, T, N, V]."""
+        return self.gate(x_BTD)
+
+    def rates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns b and log a, float32 [B, T, N] each."""
         beta_BTN = self.largest_beta * jax.nn.sigmoid(self.beta(x_BTD))
         log_a_BTN = log_decay(self.decay(x_BTD), self.A_log[...], self.dt_bias[...])
