@@ -631,15 +631,14 @@ def _mixers_can_be_parallel(config: Config) -> ConfigIssue | None:
         beside = f"parallel_mixer={block.parallel_mixer}"
         if block.parallel_mixer == "none":
             continue
-        with_attention = _base_mixers(block.mixer).intersection(
-            (*ATTENTION_MIXERS, *SOFTMAX_MIXERS)
-        )
-        if not with_attention:
+        of_attention = {*ATTENTION_MIXERS, *SOFTMAX_MIXERS}
+        if of_attention.isdisjoint({block.mixer, *_base_mixers(block.mixer)}):
             return ConfigIssue(
                 message=f"{beside} is beside attention, and a layer has mixer={block.mixer}",
                 keys=("parallel_mixer", "mixer"),
             )
-        if not _base_mixers(block.parallel_mixer).isdisjoint(SOFTMAX_MIXERS):
+        second = {block.parallel_mixer, *_base_mixers(block.parallel_mixer)}
+        if not second.isdisjoint(SOFTMAX_MIXERS):
             return ConfigIssue(
                 message=f"{beside}: the second mixer is one without softmax, such as mamba2",
                 keys=("parallel_mixer",),

@@ -61,6 +61,10 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NO_PREDICTION_LAYERS,
     "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
     "glm4_moe": _NO_PREDICTION_LAYERS,
+    # Positions or experts of a model without them, and the place of a norm that is not there.
+    "granitemoehybrid": {"rope_parameters": None},
+    "granitemoehybrid-dense": {"num_experts_per_tok": None, "router_aux_loss_coef": None},
+    "falcon_h1": {"mamba_norm_before_gate": None},
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
@@ -158,7 +162,15 @@ def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 # Each kind of layer has more than older files can say, or there are no rotary positions.
-ONLY_NEWER = ("gemma4_text", "gemma4_text-per-layer", "gemma4_text-plain", "olmo_hybrid-nope")
+ONLY_NEWER = (
+    "gemma4_text",
+    "gemma4_text-per-layer",
+    "gemma4_text-plain",
+    "olmo_hybrid-nope",
+    "mamba2",
+    "mamba2-tied",
+    "nemotron_h",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
@@ -200,6 +212,30 @@ def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
         name: golden.config_json[name] for name in of_model
     }
     assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
+
+@pytest.mark.parametrize(
+    ("case", "older_keys"),
+    [
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*-EME"}),
+        (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "attention", "mamba"],
+                "position_embedding_type": "nope",
+                "mamba_d_head": "auto",
+                "time_step_limit": None,
+            },
+        ),
+        ("falcon_h1-norm", {"mamba_d_ssm": None, "ssm_multipliers": None}),
+        ("mamba2-tied", {"time_step_limit": [0.0, math.inf]}),
+    ],
+)
+def test_state_spaces_as_published(case, older_keys):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json | older_keys, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
 
 
 def test_global_heads_as_published():

@@ -14,6 +14,13 @@ from MaxText.conversion.families.gpt_oss import GPT_OSS
 from MaxText.conversion.families.kimi import KIMI_LINEAR
 from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
 from MaxText.conversion.families.llama import LLAMA
+from MaxText.conversion.families.mamba import (
+    BAMBA,
+    FALCON_H1,
+    GRANITEMOEHYBRID,
+    MAMBA2,
+    NEMOTRON_H,
+)
 from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.olmo import OLMO2, OLMO3
@@ -83,6 +90,11 @@ _IN_TRANSFORMERS = (
     MINIMAX_M2,
     HY_V3,
     GRANITEMOE,
+    MAMBA2,
+    BAMBA,
+    GRANITEMOEHYBRID,
+    FALCON_H1,
+    NEMOTRON_H,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {
