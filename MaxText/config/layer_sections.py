@@ -164,6 +164,7 @@ SOFTMAX_MIXERS = ("attention", "local_attention", "latent_attention")
 ATTENTION_MIXERS = ("attention", "local_attention", "linear_attention")
 # Those with a state that the delta rule changes.
 DELTA_MIXERS = ("gated_delta_net", "kda")
+# Those with keys of RecurrentConfig.
 RECURRENT_MIXERS = (*DELTA_MIXERS, "mamba2")
 
 _ROTARY = {"position_embedding": "rotary"}

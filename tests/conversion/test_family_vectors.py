@@ -131,7 +131,9 @@ def test_a_model_is_exported_as_the_narrowest_family(case):
 
 
 def older(config_json: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as versions of transformers before 5 wrote it."""
+    """A config.json as versions of transformers before 5, or authors, wrote it."""
+    if "linear_head_dim" in config_json:
+        return published_by_kimi(config_json)
     config = {name: value for name, value in config_json.items() if name != "rope_parameters"}
     parameters = dict(config_json["rope_parameters"])
     if GLOBAL in parameters:
@@ -142,6 +144,21 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
             config[name] = parameters.pop(name)
     is_scaled = parameters["rope_type"] != "default"
     return config | {"rope_scaling": parameters if is_scaled else None}
+
+
+def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with layers counted from 1, and the sizes of KDA in an object."""
+    config = dict(config_json)
+    kinds = [*enumerate(config.pop("layer_types"), 1)]
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == GLOBAL],
+        "kda_layers": [layer for layer, kind in kinds if kind != GLOBAL],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    return config | {"mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None}
 
 
 # Each kind of layer has more than older files can say, or there are no rotary positions.
@@ -457,6 +474,31 @@ def test_a_multimodal_folder(tmp_path):
         assert weights.keys == plain.keys
         for name in weights.model.parameters:
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_published_files_of_qwen3_5(tmp_path):
+    """A model of text, images, and further tokens; in a text all positions are the same."""
+    golden = of_family_vectors("qwen3_5_text")
+    rotary = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    text = golden.config_json | {
+        "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "rope_parameters": golden.config_json["rope_parameters"] | rotary,
+    }
+    config_json = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in golden.parameters.items()
+    }
+    others = {name: np.zeros(3, np.float32) for name in ("model.visual.a.weight", "mtp.fc.weight")}
+    weights = HFWeights(write(tmp_path / "all", config_json, tensors | others))
+    notes = " ".join(weights.notes)
+    assert "visual (1 tensors)" in notes
+    assert "mtp" in notes
+    plain = HFWeights(write(tmp_path / "text", golden.config_json, golden.parameters))
+    assert weights.keys == plain.keys
+    for name in weights.model.parameters:
+        np.testing.assert_array_equal(weights.read(name), plain.read(name))
 
 
 def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):

@@ -80,6 +80,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"q_lora_rank": 10, "rope_type": "yarn", "rope_pairs": "adjacent"} | DROPS,
     ),
     "gated DeltaNet": ("llama2", DELTA | {"linear_allow_neg_eigval": True}),
+    "KDA with and without a bound, latent attention without positions": (
+        "llama2",
+        LATENT
+        | {"position_embedding": "none", "base_num_decoder_layers": 3, "layer_pattern": "KBA"}
+        | {name: value for name, value in DELTA.items() if name != "linear_num_key_heads"}
+        | {
+            "layer_kinds": {
+                "K": {"mixer": "kda", "kda_lora_rank": 6},
+                "B": {"mixer": "kda", "kda_lora_rank": 0, "kda_lower_bound": -5.0},
+                "A": {"mixer": "latent_attention"},
+            }
+        },
+    ),
     "layers of one part: Mamba-2, attention, MLP, experts": (
         "llama2",
         MAMBA2
@@ -96,19 +109,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding": "none",
             "mamba_proj_bias": True,
             "time_step_limit": [0.4, 1.0],
-        },
-    ),
-    "KDA with and without a bound, latent attention without positions": (
-        "llama2",
-        LATENT
-        | {"position_embedding": "none", "base_num_decoder_layers": 3, "layer_pattern": "KBA"}
-        | {name: value for name, value in DELTA.items() if name != "linear_num_key_heads"}
-        | {
-            "layer_kinds": {
-                "K": {"mixer": "kda", "kda_lora_rank": 6},
-                "B": {"mixer": "kda", "kda_lora_rank": 0, "kda_lower_bound": -5.0},
-                "A": {"mixer": "latent_attention"},
-            }
         },
     ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),

@@ -11,6 +11,7 @@ from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
 from MaxText.conversion.families.gpt_oss import GPT_OSS
+from MaxText.conversion.families.kimi import KIMI_LINEAR
 from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
 from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mamba import (
@@ -83,6 +84,7 @@ _IN_TRANSFORMERS = (
     OLMO_HYBRID,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    KIMI_LINEAR,
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,

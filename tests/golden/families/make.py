@@ -10,6 +10,7 @@ numbers never change.
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import zlib
@@ -21,6 +22,7 @@ from unittest import mock
 import numpy as np
 
 FOLDER = Path(__file__).parent
+_KIMI_DENSE = re.compile(r"block_sparse_moe\.(gate|up|down)_proj\.")
 BATCH = 2
 LENGTH = 20
 
@@ -375,6 +377,19 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "rope_parameters": YARN,
     },
+    "kimi_linear": {
+        **{name: size for name, size in LATENT.items() if name != "n_routed_experts"},
+        "num_experts": 8,
+        "q_lora_rank": None,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "layer_types": [LINEAR, GLOBAL, LINEAR],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 10,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
+    },
     "gpt_oss": {
         "num_hidden_layers": 2,
         "head_dim": 8,
@@ -611,13 +626,16 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
 def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns tensors with the names of published files, which transformers reads.
 
-    It writes the norm of OLMo hybrid's attention under the name of another one.
+    It writes the norm of OLMo hybrid's attention under the name of another one, and dense layers of
+    Kimi Linear under the name of those with experts.
     """
 
     def published(name: str) -> str:
         layer, found, end = name.partition(".feedforward_layer_norm.")
         is_of_attention = found and f"{layer}.self_attn.q_proj.weight" in arrays
-        return f"{layer}.post_attention_layernorm.{end}" if is_of_attention else name
+        if is_of_attention:
+            return f"{layer}.post_attention_layernorm.{end}"
+        return _KIMI_DENSE.sub(r"mlp.\1_proj.", name)
 
     return {published(name): array for name, array in arrays.items()}
 
