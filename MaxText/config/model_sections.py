@@ -527,11 +527,12 @@ class LayerConfig(NamedTuple):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Mixer, feed-forward and projection, if derived from Part."""
-        names = {
-            "mixer": self.config.block.mixer,
-            "feed_forward": self.config.feed_forward.feed_forward_type,
-            "projection": self.config.attention.attention_projections,
-        }
-        parts = [lookup(kind, name) for kind, name in names.items()]
+        """Mixers, feed-forward and projection, if derived from Part."""
+        names = (
+            ("mixer", self.config.block.mixer),
+            ("mixer", self.config.block.parallel_mixer),
+            ("feed_forward", self.config.feed_forward.feed_forward_type),
+            ("projection", self.config.attention.attention_projections),
+        )
+        parts = [lookup(kind, name) for kind, name in names]
         return tuple(part for part in parts if hasattr(part, "slots_problem"))
