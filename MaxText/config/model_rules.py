@@ -13,6 +13,7 @@ from MaxText.config.layer_sections import (
     SOFTMAX_MIXERS,
     KimiDeltaAttentionConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     MoEConfig,
     NotElementwise,
     RecurrentConfig,
@@ -443,7 +444,7 @@ def _dense_connections_are_chosen_once(config: Config) -> ConfigIssue | None:
 
 @rule("mixer", programs=("decode",))
 def _mixers_decode(config: Config) -> ConfigIssue | None:
-    for name in dict.fromkeys(config.model.mixers):
+    for name in sorted(config.model.all_mixers):
         registered = registration("mixer", name)
         if registered.checks_itself and not registered.load().decodes():
             return ConfigIssue(
@@ -486,9 +487,13 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_sinks": SOFTMAX_MIXERS,
     "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
     **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
-    **dict.fromkeys((name for name in RecurrentConfig.model_fields if name != "kda"), DELTA_MIXERS),
+    **dict.fromkeys(
+        (name for name in RecurrentConfig.model_fields if name not in ("kda", "mamba2")),
+        DELTA_MIXERS,
+    ),
     "linear_num_key_heads": ("gated_delta_net",),
     **dict.fromkeys(KimiDeltaAttentionConfig.model_fields, ("kda",)),
+    **dict.fromkeys(Mamba2Config.model_fields, ("mamba2",)),
 }
 
 
@@ -499,7 +504,7 @@ _READ_BY_SOFTMAX = ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     sections = (config.model.attention, config.model.recurrent)
-    mixers = set(config.model.mixers)
+    mixers = config.model.all_mixers
     with_bases = mixers.union(*map(_base_mixers, mixers))
     with_softmax = {name for name in mixers if not _replaces_softmax(name)}
     softmax_with_bases = with_softmax.union(*map(_base_mixers, with_softmax))
@@ -525,7 +530,7 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
 @rule("mixer", "causal", "dense_conn", "dense_streams")
 def _recurrent_mixers_go_from_token_to_token(config: Config) -> ConfigIssue | None:
     model = config.model
-    recurrent = [name for name in model.mixers if name in RECURRENT_MIXERS]
+    recurrent = sorted(model.all_mixers.intersection(RECURRENT_MIXERS))
     if not recurrent:
         return None
     if not model.attention.causal:
@@ -552,6 +557,117 @@ def _keys_serve_the_same_number_of_values(config: Config) -> ConfigIssue | None:
                 message=f"linear_num_value_heads={keys.linear_num_value_heads} is not a multiple "
                 f"of linear_num_key_heads={keys.linear_num_key_heads}",
                 keys=("linear_num_value_heads", "linear_num_key_heads"),
+            )
+    return None
+
+
+@rule("time_step_limit", "time_step_min", "time_step_max")
+def _time_steps_are_ordered(config: Config) -> ConfigIssue | None:
+    keys = config.model.recurrent.mamba2
+    limits = keys.time_step_limit
+    if limits and (len(limits) != 2 or not 0 <= limits[0] < limits[1]):
+        return ConfigIssue(
+            message="time_step_limit: the smallest and the largest time step, or an empty list",
+            keys=("time_step_limit",),
+        )
+    if keys.time_step_min > keys.time_step_max:
+        return ConfigIssue(
+            message=f"time_step_min={keys.time_step_min:g} is more than "
+            f"time_step_max={keys.time_step_max:g}",
+            keys=("time_step_min", "time_step_max"),
+        )
+    return None
+
+
+@rule("ssm_multipliers", "mlp_multipliers")
+def _multipliers_are_complete(config: Config) -> ConfigIssue | None:
+    lists = (
+        ("ssm_multipliers", config.model.recurrent.mamba2.ssm_multipliers, "z, x, B, C and dt"),
+        ("mlp_multipliers", config.model.feed_forward.mlp_multipliers, "the gate and the output"),
+    )
+    for name, factors, places in lists:
+        num_places = places.count(",") + 2
+        if factors and len(factors) != num_places:
+            return ConfigIssue(
+                message=f"{name}: a factor for each of {places} is needed, and {len(factors)} are "
+                "given",
+                keys=(name,),
+            )
+    return None
+
+
+# The following go through the layers with their own keys. They name no key that layer_kinds gives a
+# letter, and so are not checked once more with its keys in place of the model's.
+
+
+@rule("layer_pattern", "base_emb_dim")
+def _mamba2_has_whole_groups_of_heads(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        if "mamba2" not in (block.mixer, block.parallel_mixer):
+            continue
+        keys = layer.config.recurrent.mamba2
+        num_heads = keys.num_heads(layer.dimensions.emb_dim)
+        width = keys.mamba_expand * layer.dimensions.emb_dim
+        if keys.mamba_n_heads == -1 and width % keys.mamba_d_head:
+            return ConfigIssue(
+                message="mamba_n_heads=-1 is mamba_expand * emb_dim / mamba_d_head, but "
+                f"{width} / {keys.mamba_d_head} is not an integer",
+                keys=("mamba_n_heads", "mamba_d_head"),
+            )
+        if num_heads % keys.mamba_n_groups:
+            return ConfigIssue(
+                message=f"mamba_n_groups={keys.mamba_n_groups} does not divide the {num_heads} "
+                "heads of mixer=mamba2",
+                keys=("mamba_n_groups", "mamba_n_heads"),
+            )
+    return None
+
+
+@rule("layer_pattern", "dense_conn")
+def _mixers_can_be_parallel(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        beside = f"parallel_mixer={block.parallel_mixer}"
+        if block.parallel_mixer == "none":
+            continue
+        of_attention = {*ATTENTION_MIXERS, *SOFTMAX_MIXERS}
+        if of_attention.isdisjoint({block.mixer, *_base_mixers(block.mixer)}):
+            return ConfigIssue(
+                message=f"{beside} is beside attention, and a layer has mixer={block.mixer}",
+                keys=("parallel_mixer", "mixer"),
+            )
+        second = {block.parallel_mixer, *_base_mixers(block.parallel_mixer)}
+        if not second.isdisjoint(SOFTMAX_MIXERS):
+            return ConfigIssue(
+                message=f"{beside}: the second mixer is one without softmax, such as mamba2",
+                keys=("parallel_mixer",),
+            )
+        if layer.config.dense_connections.mixes_attention_inputs:
+            return ConfigIssue(
+                message=f"{beside} has one input, and dense_conn=true makes several",
+                remedies=("dense_streams=[r]",),
+                keys=("parallel_mixer", "dense_streams"),
+            )
+    return None
+
+
+@rule("layer_pattern", "attention_types")
+def _layers_have_a_part(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        if layer.config.feed_forward.feed_forward_type != "none":
+            continue
+        if block.mixer == "none":
+            return ConfigIssue(
+                message="a layer has mixer=none and feed_forward_type=none, and so no part",
+                keys=("feed_forward_type", "mixer"),
+            )
+        if block.use_macaron:
+            return ConfigIssue(
+                message="use_macaron=true halves feed-forwards, and feed_forward_type=none has "
+                "none",
+                keys=("use_macaron", "feed_forward_type"),
             )
     return None
 

@@ -426,6 +426,12 @@ class ModelConfig(Section):
         return tuple(layer.config.block.mixer for layer in self.layers)
 
     @property
+    def all_mixers(self) -> set[str]:
+        """The names of all mixers, those beside others in a layer (parallel_mixer) included."""
+        beside = {layer.config.block.parallel_mixer for layer in self.layers}
+        return {*self.mixers, *(beside - {"none"})}
+
+    @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
         return self._draws or any(layer.config._draws for layer in self.layers)

@@ -69,13 +69,13 @@ class _Patterns:
 
     @functools.cached_property
     def _letters(self) -> str:
-        """Letters of all dimensions of the tensor, such as "NJHD"."""
-        return "".join(self._groups)
+        """Letters of all dimensions of the tensor but those of size 1, such as "NJHD"."""
+        return "".join(self._groups).replace(_UNIT, "")
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """Indices of J, the parameter's letters and U among the letters of the tensor."""
-        letters = "J" + self.param_axes.replace(" ", "") + _UNIT
+        """Indices of J and the parameter's letters among the letters of the tensor."""
+        letters = "J" + self.param_axes.replace(" ", "")
         axes = [letter for letter in letters if letter in self._letters]
         return [self._letters.index(letter) for letter in axes]
 
@@ -94,15 +94,11 @@ class _Patterns:
         sizes = self._sizes(shape)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
-        if _UNIT in self._letters:
-            moved = moved[..., 0]
         return list(moved) if "J" in self._letters else [moved]
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Joins parameters into the tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
-        if _UNIT in self._letters:
-            moved = moved[..., None]
         spread = moved.transpose(np.argsort(self._order))
         return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape)))
 
@@ -604,6 +600,7 @@ _SECTIONS = (
     "block",
     "position",
     "attention",
+    "recurrent",
     "feed_forward",
     "pattention",
     "dense_connections",
@@ -621,6 +618,10 @@ _WITHOUT_EFFECT = (
     "gpt_neo_none_attention_bug",
     "linear_attention.chunk",
     "linear_attention.epsilon",
+    "linear_chunk_size",
+    "mamba_chunk_size",
+    "time_step_min",
+    "time_step_max",
     "qkv_slot_num",
     "sliding_window_size",
     "capacity_factor",

@@ -586,6 +586,10 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     experts = model.mixture_of_experts
     mlp_activations = model.feed_forward.mlp_activations
     has_experts = all(layer.config.mixture_of_experts.num_experts > 1 for layer in model.layers)
+    if model.feed_forward.feed_forward_type == "none":
+        values["num_experts"] = 1
+    if "mamba2" in model.all_mixers:
+        values["mamba_n_heads"] = model.recurrent.mamba2.num_heads(dimensions.emb_dim)
     values["norm_topk_prob"] = experts.normalizes_gates
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.

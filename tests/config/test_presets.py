@@ -433,6 +433,22 @@ def test_a_preset_with_experts_has_the_parameters_of_the_published_model(name):
     assert parameters(load_config(model_name=name)) == published
 
 
+def test_kimi_linear_has_the_parameters_of_the_published_model():
+    """27 layers, of which the first is dense, and every fourth and the last have attention."""
+    width, heads, head, experts = 2304, 32, 128, 256
+    in_heads = heads * head
+    low_rank = width * head + head * in_heads  # of decays, and of gates
+    convolutions = 3 * 4 * in_heads
+    decays = heads + in_heads  # A_log and dt_bias
+    delta = 4 * width * in_heads + 2 * low_rank + width * heads + convolutions + decays + head
+    attention = Latent(heads, 0).counted(width)
+    sparse = experts * (width + 1) + (experts + 1) * 3 * width * 1024
+    norms = (2 * 27 + 1) * width
+    tables = 2 * 163_840 * width
+    counted = 20 * delta + 7 * attention + 3 * width * 9216 + 26 * sparse + norms + tables
+    assert parameters(load_config(model_name="kimi-linear-48b-a3b")) == counted == 49_122_681_728
+
+
 def test_gpt3_has_biases_and_a_table_of_positions():
     def counted(width, layers, mlp, vocabulary, positions):
         layer = 4 * (width * width + width) + 2 * width * mlp + mlp + width + 4 * width

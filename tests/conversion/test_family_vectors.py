@@ -61,6 +61,10 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NO_PREDICTION_LAYERS,
     "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
     "glm4_moe": _NO_PREDICTION_LAYERS,
+    # Positions or experts of a model without them, and the place of a norm that is not there.
+    "granitemoehybrid": {"rope_parameters": None},
+    "granitemoehybrid-dense": {"num_experts_per_tok": None, "router_aux_loss_coef": None},
+    "falcon_h1": {"mamba_norm_before_gate": None},
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
@@ -127,7 +131,9 @@ def test_a_model_is_exported_as_the_narrowest_family(case):
 
 
 def older(config_json: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as versions of transformers before 5 wrote it."""
+    """A config.json as versions of transformers before 5, or authors, wrote it."""
+    if "linear_head_dim" in config_json:
+        return published_by_kimi(config_json)
     config = {name: value for name, value in config_json.items() if name != "rope_parameters"}
     parameters = dict(config_json["rope_parameters"])
     if GLOBAL in parameters:
@@ -140,8 +146,31 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
     return config | {"rope_scaling": parameters if is_scaled else None}
 
 
+def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with layers counted from 1, and the sizes of KDA in an object."""
+    config = dict(config_json)
+    kinds = [*enumerate(config.pop("layer_types"), 1)]
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == GLOBAL],
+        "kda_layers": [layer for layer, kind in kinds if kind != GLOBAL],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    return config | {"mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None}
+
+
 # Each kind of layer has more than older files can say, or there are no rotary positions.
-ONLY_NEWER = ("gemma4_text", "gemma4_text-per-layer", "gemma4_text-plain", "olmo_hybrid-nope")
+ONLY_NEWER = (
+    "gemma4_text",
+    "gemma4_text-per-layer",
+    "gemma4_text-plain",
+    "olmo_hybrid-nope",
+    "mamba2",
+    "mamba2-tied",
+    "nemotron_h",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
@@ -183,6 +212,30 @@ def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
         name: golden.config_json[name] for name in of_model
     }
     assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
+
+
+@pytest.mark.parametrize(
+    ("case", "older_keys"),
+    [
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*-EME"}),
+        (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "attention", "mamba"],
+                "position_embedding_type": "nope",
+                "mamba_d_head": "auto",
+                "time_step_limit": None,
+            },
+        ),
+        ("falcon_h1-norm", {"mamba_d_ssm": None, "ssm_multipliers": None}),
+        ("mamba2-tied", {"time_step_limit": [0.0, math.inf]}),
+    ],
+)
+def test_state_spaces_as_published(case, older_keys):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json | older_keys, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
 
 
 def test_global_heads_as_published():
@@ -421,6 +474,31 @@ def test_a_multimodal_folder(tmp_path):
         assert weights.keys == plain.keys
         for name in weights.model.parameters:
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_published_files_of_qwen3_5(tmp_path):
+    """A model of text, images, and further tokens; in a text all positions are the same."""
+    golden = of_family_vectors("qwen3_5_text")
+    rotary = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    text = golden.config_json | {
+        "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "rope_parameters": golden.config_json["rope_parameters"] | rotary,
+    }
+    config_json = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in golden.parameters.items()
+    }
+    others = {name: np.zeros(3, np.float32) for name in ("model.visual.a.weight", "mtp.fc.weight")}
+    weights = HFWeights(write(tmp_path / "all", config_json, tensors | others))
+    notes = " ".join(weights.notes)
+    assert "visual (1 tensors)" in notes
+    assert "mtp" in notes
+    plain = HFWeights(write(tmp_path / "text", golden.config_json, golden.parameters))
+    assert weights.keys == plain.keys
+    for name in weights.model.parameters:
+        np.testing.assert_array_equal(weights.read(name), plain.read(name))
 
 
 def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):

@@ -50,6 +50,16 @@ MODELS = {
         (*NO_SOFTMAX, "attention_gate", "write_strength", "state_decay"),
         ("mlpwo",),
     ),
+    "KDA": (
+        {
+            "mixer": "kda",
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+        },
+        (*NO_SOFTMAX, "attention_gate", "write_strength", "state_decay"),
+        ("mlpwo",),
+    ),
     "differential attention": (
         {
             "import_modules": ["examples/differential_attention.py"],

@@ -160,6 +160,10 @@ CASES = {
     "latent attention, ring": (LATENT, MIXED_CONTEXT | RING),
     # A document begins in the second of four parts.
     "gated DeltaNet": (DELTA_NET, {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2}),
+    "KDA": (
+        DELTA_NET | {"mixer": "kda", "kda_lora_rank": 4},
+        {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2},
+    ),
     "many blocks of a window": (
         GROUPED
         | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},

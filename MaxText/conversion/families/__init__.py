@@ -11,8 +11,16 @@ from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
 from MaxText.conversion.families.gpt_oss import GPT_OSS
+from MaxText.conversion.families.kimi import KIMI_LINEAR
 from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
 from MaxText.conversion.families.llama import LLAMA
+from MaxText.conversion.families.mamba import (
+    BAMBA,
+    FALCON_H1,
+    GRANITEMOEHYBRID,
+    MAMBA2,
+    NEMOTRON_H,
+)
 from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.olmo import OLMO2, OLMO3
@@ -76,11 +84,17 @@ _IN_TRANSFORMERS = (
     OLMO_HYBRID,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    KIMI_LINEAR,
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,
     HY_V3,
     GRANITEMOE,
+    MAMBA2,
+    BAMBA,
+    GRANITEMOEHYBRID,
+    FALCON_H1,
+    NEMOTRON_H,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

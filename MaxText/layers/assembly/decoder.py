@@ -386,8 +386,7 @@ class Decoder(nnx.Module):
         """Returns the embedding [B, T, D] of tokens, with their positions, norm and dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
-            if self.config.embedding.embedding_multiplier != 1.0:
-                x_BTD = scaled(x_BTD, self.config.embedding.embedding_multiplier)
+            x_BTD = scaled(x_BTD, self.config.embedding.embedding_multiplier)
             record(x_BTD, "output")
         part = self.position_embedder
         with scope("position_embedder"):
