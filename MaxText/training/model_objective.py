@@ -15,7 +15,7 @@ Legend: B sequences, T tokens, b sequences and t tokens of a chunk, D emb_dim, V
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,10 @@ class ObjectiveSums(NamedTuple):
 
     losses: Scalars  # the sum of their means is minimized
     metrics: Scalars = {}  # reported beside them  # noqa: RUF012
+    # Losses that layers of its own return, sums over tokens. They are added to those of the model's
+    # layers, of the same names.
+    layer_losses: Scalars = {}  # noqa: RUF012
+    log_z: jax.Array | None = None  # weighted sum of log(Z) at the targets; reported as `log_z`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,9 +152,14 @@ class Objective(Part):
     attribute.
 
     `config` of `__init__` and of class methods is the objective's own keys, or else the model's.
+
+    Attributes:
+      layer_attributes: Own attributes that hold layers: computed outside of `in_chunks`, and
+        rematerialized as those of the model are (`apply_remat`).
     """
 
     rows = "objective"
+    layer_attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def config_of(cls, layer: LayerConfig) -> Any:
@@ -194,6 +203,24 @@ class Objective(Part):
         return {}
 
     @classmethod
+    def own_layers(cls, config: Any) -> tuple[LayerConfig, ...]:
+        """Returns keys and sizes of the layers of its own, to count the FLOPs of their parts.
+
+        Args:
+          config: Its own keys, or else the model's.
+        """
+        return ()
+
+    @classmethod
+    def num_head_passes(cls, config: Any) -> int:
+        """Returns how often it applies the model's head, besides once to what the head reads.
+
+        Args:
+          config: Its own keys, or else the model's.
+        """
+        return 0
+
+    @classmethod
     def frozen_models(cls, config: Any) -> dict[str, PretrainedModel]:
         """Returns the models that it reads and does not train, by name.
 
@@ -205,7 +232,7 @@ class Objective(Part):
 
 def objective_class(config: ModelConfig) -> type[Objective] | None:
     """Returns the class of a model's objective; None if it is a function of logits."""
-    objective = lookup("objective", config.objective.loss_type)
+    objective = lookup("objective", config.objective.name)
     return objective if isinstance(objective, type) else None
 
 
@@ -214,6 +241,12 @@ def objective_config(config: ModelConfig) -> Any:
     objective = objective_class(config)
     assert objective is not None
     return objective.config_of(LayerConfig(config, config.shape.dimensions))
+
+
+def own_layers(config: ModelConfig) -> tuple[LayerConfig, ...]:
+    """Returns keys and sizes of the layers of a model's objective."""
+    objective = objective_class(config)
+    return () if objective is None else objective.own_layers(objective_config(config))
 
 
 def frozen_models(config: ModelConfig) -> dict[str, PretrainedModel]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.config.registry import lookup, register
 from MaxText.errors import UserError
+from MaxText.layers.assembly.block import add_scalars
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch, batch_shapes
@@ -219,7 +220,7 @@ def per_token_losses(
     B and T come from the arrays: T may be a chunk of the sequence (num_vocab_tiling), and
     `is_in_nats` traces the function with logits [1, 1, V].
     """
-    objective = lookup("objective", config.loss_type)
+    objective = lookup("objective", config.name)
     outputs = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
     shapes = {jnp.shape(array) for array in jax.tree.leaves(outputs)}
     is_pair = isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[0], dict)
@@ -318,7 +319,7 @@ def loss_sums(
         sums = _function_sums(decoder, batch, h_BTD, context, losses, count_correct=count_correct)
     else:
         sums = _class_sums(decoder, batch, h_BTD, context, count_correct=count_correct)
-    sums = sums._replace(token_sums=states.scalars)
+    sums = sums._replace(token_sums=add_scalars(states.scalars, sums.token_sums))
     _check_names(sums, config)
     return sums
 
@@ -374,7 +375,7 @@ def _class_sums(
     *,
     count_correct: bool,
 ) -> LossSums:
-    """Returns the sums of an objective that reads the model, without those of layers.
+    """Returns the sums of an objective that reads the model, without those of the model's layers.
 
     What it does not compute itself comes from another pass of the head, without gradient.
     """
@@ -383,7 +384,10 @@ def _class_sums(
     outputs = _checked(objective, objective(decoder, batch, h_BTD, context))
     needs_nats = IN_NATS not in outputs.losses and IN_NATS not in outputs.metrics
     sums = LossSums(
-        target_sums=dict(outputs.losses), token_sums={}, metric_sums=dict(outputs.metrics)
+        target_sums=dict(outputs.losses),
+        token_sums=dict(outputs.layer_losses),
+        log_z=outputs.log_z,
+        metric_sums=dict(outputs.metrics),
     )
 
     def sums_of_logits(
@@ -459,7 +463,7 @@ def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
 
     A second number under a name would replace the first one in the records of a run.
     """
-    objective = lookup("objective", config.loss_type)
+    objective = lookup("objective", config.name)
     for name in (*sums.target_sums, *sums.metric_sums):
         if problem := name_problem(name):
             raise UserError(f"{describe(objective)} returned {name!r}, {problem}")
