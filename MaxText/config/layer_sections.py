@@ -434,6 +434,12 @@ class MoEConfig(Section):
     """Groups that a token chooses from (DeepSeek V3: 4); -1 is all."""
     routing_group_score: Literal["max", "top2_sum"] = key("top2_sum", only_if=_GROUPS)
     """Score of a group: its best expert's (DeepSeek V2), or the sum of its best two (V3)."""
+    routed_bias: bool = key(False)
+    """A bias for each expert, added to the scores that experts are chosen by and not to gates
+    (DeepSeek V3). It balances the load without a loss: routed_bias_update_rate."""
+    routed_bias_update_rate: NonNegative = key(0.0, only_if={"routed_bias": True})
+    """What a step adds to the biases of experts with a load below the mean, and subtracts from
+    those above (DeepSeek V3: 0.001); 0 keeps them. Skipped steps and evaluation keep them, too."""
     router_bias: bool = key(False, "Bias of the router's logits (gpt-oss).")
     expert_bias: bool = key(False, "Biases of the experts (gpt-oss).")
     shared_experts: Natural = key(0)

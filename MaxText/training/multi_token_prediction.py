@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
-from MaxText.layers.assembly.block import add_scalars
 from MaxText.layers.assembly.decoder import Decoder, make_final_norm, make_layer
 from MaxText.layers.assembly.remat import apply_remat
 from MaxText.layers.batch import Batch
@@ -36,6 +35,7 @@ from MaxText.layers.dense import Dense
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
 from MaxText.layers.part import LayerInputs, Scalars, register
+from MaxText.layers.part_scalars import Losses, add_scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 from MaxText.training.model_objective import (
     Objective,
@@ -76,7 +76,7 @@ class PredictionDepth(nnx.Module):
     def block_output(
         self, h_BTD: jax.Array, embedding_BTD: jax.Array, context: ForwardContext
     ) -> tuple[jax.Array, Scalars]:
-        """Returns the block's output [B, T, D], and its losses as sums over tokens.
+        """Returns the block's output [B, T, D], and scalars as of a layer.
 
         Args:
           h_BTD: What the head reads at the depth before.
@@ -86,8 +86,8 @@ class PredictionDepth(nnx.Module):
         inputs = (self.embedding_norm(embedding_BTD), self.hidden_norm(h_BTD))
         x_BTD = self.projection(jnp.stack(inputs, axis=2))
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
-        y_BTD, losses, _ = self.block(LayerInputs.all(x_BTD), context)
-        return y_BTD, losses
+        y_BTD, scalars, _ = self.block(LayerInputs.all(x_BTD), context)
+        return y_BTD, scalars
 
 
 @register("objective", "multi_token_prediction")
@@ -123,7 +123,7 @@ class MultiTokenPrediction(Objective):
         return config.objective.mtp_num_layers
 
     @classmethod
-    def weights(cls, config: ModelConfig, batch: Batch) -> Scalars:
+    def weights(cls, config: ModelConfig, batch: Batch) -> Losses:
         """Returns the weights of the targets of each depth, and of all depths together."""
         depths = range(1, config.objective.mtp_num_layers + 1)
         by_depth = {_metric(depth): jnp.sum(target_weights(batch, depth)) for depth in depths}
@@ -142,7 +142,7 @@ class MultiTokenPrediction(Objective):
           context: Chunks of the sequence, and the RNG key of dropout.
         """
         sums = self._next_token(decoder, batch, h_BTD, context)
-        layer_losses: Scalars = {}
+        layer_scalars: Scalars = {}
         by_depth = {}
         policy = decoder.config.memory.remat_policy
         for depth, part in enumerate(self.depths.values(), start=1):
@@ -153,16 +153,16 @@ class MultiTokenPrediction(Objective):
                 block_context = _block_context(part, depth, decoder, batch, context)
                 block_output = functools.partial(part.block_output, context=block_context)
                 block_output = apply_remat(block_output, policy, in_scan=False)
-                y_BTD, losses = block_output(h_BTD, embedding_BTD)
+                y_BTD, scalars = block_output(h_BTD, embedding_BTD)
                 h_BTD = y_BTD if part.final_norm is None else part.final_norm(y_BTD)
-            layer_losses = add_scalars(layer_losses, losses)
+            layer_scalars = add_scalars(layer_scalars, scalars)
             by_depth[_metric(depth)] = _cross_entropy(depth, decoder, batch, h_BTD, context)
         total = sum(by_depth.values(), start=jnp.float32(0))
         mtp_loss = self.config.mtp_loss_scaling_factor * total
         return sums._replace(
             losses={**sums.losses, _LOSS: mtp_loss},
             metrics=jax.lax.stop_gradient(by_depth),
-            layer_losses=layer_losses,
+            layer_scalars=layer_scalars,
         )
 
     def _next_token(
