@@ -8,7 +8,7 @@ from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.olmo import OLMO2, OLMO3
-from MaxText.conversion.families.qwen import QWEN2, QWEN3
+from MaxText.conversion.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from MaxText.conversion.families.relatives import (
     APERTUS,
     ARCEE,
@@ -58,6 +58,8 @@ _IN_TRANSFORMERS = (
     STABLELM,
     NEMOTRON,
     COHERE2,
+    QWEN3_MOE,
+    QWEN2_MOE,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {
