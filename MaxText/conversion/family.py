@@ -413,6 +413,18 @@ def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = ""
     return ConfigMapping(hf_names=(hf_name,), default=default, values=pairs, hint=hint)
 
 
+def without_key(hf_name: str, value: Computed, **fields: Any) -> ConfigMapping:
+    """Returns a setting that is written for other programs, and means nothing here."""
+    return ConfigMapping(
+        hf_names=(hf_name,),
+        default=None,
+        null=None,
+        read=lambda stored, config: None,
+        write=value,
+        **fields,
+    )
+
+
 def family_default(key: str, value: Computed) -> ConfigMapping:
     """Returns a setting that config.json does not have: our key follows from others."""
     return ConfigMapping(
@@ -611,6 +623,11 @@ def positive_number(value: Any) -> Any:
     """Returns a value of config.json that is a number above 0 as a float, else REQUIRED."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and value > 0 else REQUIRED
+
+
+def read_positive_number(value: Any, config: Mapping[str, Any]) -> Any:
+    """Returns a number above 0, for settings that `values` cannot express."""
+    return positive_number(value)
 
 
 def soft_cap(name: str, key: str, default: float | None) -> ConfigMapping:

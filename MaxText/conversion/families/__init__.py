@@ -1,8 +1,10 @@
 """Supported families."""
 
+from MaxText.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
+from MaxText.conversion.families.gpt_oss import GPT_OSS
 from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
 from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
@@ -60,6 +62,9 @@ _IN_TRANSFORMERS = (
     COHERE2,
     QWEN3_MOE,
     QWEN2_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

@@ -106,7 +106,7 @@ def rows(*in_layers: hf.Rows) -> hf.Rows:
 
 
 _HEAD_DIM = hf.divided_by("hidden_size", "num_attention_heads")
-_QUERY_HEADS = hf.copy_of("num_attention_heads")
+QUERY_HEADS = hf.copy_of("num_attention_heads")
 
 LLAMA = hf.Family(
     model_type="llama",
@@ -117,7 +117,7 @@ LLAMA = hf.Family(
         hf.mapped("hidden_size", "base_emb_dim"),
         hf.mapped("num_hidden_layers", "base_num_decoder_layers"),
         hf.mapped("num_attention_heads", "base_num_query_heads"),
-        hf.mapped("num_key_value_heads", "base_num_kv_heads", _QUERY_HEADS, null=_QUERY_HEADS),
+        hf.mapped("num_key_value_heads", "base_num_kv_heads", QUERY_HEADS, null=QUERY_HEADS),
         hf.mapped("intermediate_size", "base_mlp_dim"),
         hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
         hf.mapped("hidden_act", "mlp_activations", default="silu", values=ACTIVATIONS),
