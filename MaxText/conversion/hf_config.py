@@ -624,7 +624,7 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
 
 def table_names(family: Family) -> set[str]:
     """Returns config.json keys determined by the model, with older names."""
-    of_model = [setting for setting in family.settings if setting.keys]
+    of_model = [setting for setting in family.settings if setting.keys or setting.write]
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
     if family.layers is not None:
         names |= family.layers.write(()).keys()

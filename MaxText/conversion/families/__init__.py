@@ -24,6 +24,7 @@ from MaxText.conversion.families.relatives import (
     SEED_OSS,
     SMOLLM3,
 )
+from MaxText.conversion.families.sigmoid_routing import GLM4_MOE, HY_V3, MINIMAX_M2
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
@@ -65,6 +66,9 @@ _IN_TRANSFORMERS = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
+    GLM4_MOE,
+    MINIMAX_M2,
+    HY_V3,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

@@ -37,7 +37,7 @@ def table(
     layers: LayerTable,
     letters: str,
     read_experts: Callable[[Layers], Iterable[bool]],
-    write_experts: Callable[[Sequence[bool]], dict[str, Any]],
+    write_experts: Callable[[Sequence[bool]], Mapping[str, Any]],
 ) -> LayerTable:
     """Returns the table of a family in which some layers have experts, and others are dense.
 
