@@ -24,6 +24,7 @@ BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
 PUBLISHED = {
     "deepseek_v3": ("model.layers.2.", "model.layers.3.", "model.layers.3.", BEHIND, COPIES),
+    "glm4_moe": ("model.layers.1.", "model.layers.2.", "model.layers.2.", BEHIND, COPIES),
 }
 
 

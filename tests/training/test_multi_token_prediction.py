@@ -157,6 +157,7 @@ def test_targets_of_a_depth():
 
 def test_gradients_remat_and_flops_with_experts_and_another_head():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "load_balance_loss_weight": 0.1}
+    experts |= {"routed_bias": True, "routed_bias_update_rate": 0.01}
     head = {"head_qk": True, "head_qk_dim": 8, "num_vocab_tiling": 2}
     subject = Subject(lambda **more: tiny_config(**SIZES | experts | head | ONE | more))
     model = subject.models[0]
@@ -174,6 +175,11 @@ def test_gradients_remat_and_flops_with_experts_and_another_head():
         sums = loss_sums(model.merge(params), subject.batch, model.config.objective, training=True)
         return sums.token_sums["moe_lb_loss"]
 
+    # The correction bias of its experts gets their load, 2 choices for each token.
+    block = subject.outputs.losses[0][1]["objective"]["depths"]["0"]["block"]
+    load = block["mlp"]["gate_correction_bias"]
+    assert load.shape == (4,)
+    assert load.sum() == pytest.approx(2 * subject.batch.tokens_BT.size)
     # The balance of the experts of its block is part of that of the layers.
     alone = Model(tiny_config(**SIZES | experts | head).model)
     of_layers = {name: x for name, x in subject.params.items() if name != "objective"}

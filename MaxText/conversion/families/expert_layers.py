@@ -169,5 +169,5 @@ def shared_rows(hf_name: str, gate: str = "") -> hf.Rows:
     )
 
 
-# Layers of multi-token prediction, which are stored behind the last layer.
+# Layers of multi-token prediction, which are stored behind the last layer, for runs without it.
 PREDICTION_LAYERS = tuple(f"model.layers.{{num_layers+{index}}}." for index in range(4))
