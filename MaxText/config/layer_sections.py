@@ -463,7 +463,12 @@ class MoEConfig(Section):
     num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
     moe_layers: tuple[int, ...] | None = key(None)
-    """Layers with experts, counted from 0; null is all."""
+    """Layers with experts, counted from 0; null is those of the next two keys."""
+    first_num_dense_layers: Natural = key(0, only_if={"moe_layers": None})
+    """Layers without experts before the first one with them (DeepSeek V3: 3)."""
+    interleave_moe_layer_step: Count = key(1, only_if={"moe_layers": None})
+    """Every how many layers one has experts, the last of them (Llama 4: layers 1, 3, 5, ... with
+    2)."""
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(None)
     """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
@@ -475,6 +480,8 @@ class MoEConfig(Section):
     topk_softmax: a softmax over the chosen logits alone (gpt-oss, Granite)."""
     norm_topk_prob: bool | None = key(None, only_if=_SCORES_OF_ALL)
     """Divide a token's gates by their sum; null is whether it has several (num_experts_per_tok)."""
+    apply_router_weight_on_input: bool = key(False)
+    """Multiply the input of an expert by its gate, not the output (Llama 4)."""
     routed_scaling_factor: Positive = key(1.0, "Factor of the gates (DeepSeek V3: 2.5).")
     n_routing_groups: CountOrAuto = key(-1)
     """Groups of consecutive experts; a token's experts are in its topk_routing_group best ones
@@ -508,11 +515,20 @@ class MoEConfig(Section):
     sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     load_balance_choices: Literal["first", "all"] = key("first")
-    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or the mean
-    over all, 1 / num_experts_per_tok of the loss of transformers and DeepSeek."""
+    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or all
+    (DeepSeek's loss of a sequence, 0.0001 in V3; 1 / num_experts_per_tok of transformers' loss)."""
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpertConfig = SecondExpertConfig()
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts, with more than one; layers are counted from 0."""
+        if self.moe_layers is not None:
+            return layer in self.moe_layers
+        return (
+            layer >= self.first_num_dense_layers
+            and (layer + 1) % self.interleave_moe_layer_step == 0
+        )
 
     def width(self, mlp_dim: int) -> int:
         """Returns the hidden width F of an expert, where a dense MLP has `mlp_dim`."""

@@ -140,11 +140,6 @@ def _qwen2(file: _File) -> BlockKeys:
     return BlockKeys({"qkv_bias": file.switch("attention_bias", False)}, ("attention_bias",))
 
 
-def _mixtral(file: _File) -> BlockKeys:
-    width = file.count("base_moe_mlp_dim", file.count("base_mlp_dim", 7168))
-    return BlockKeys({"moe_mlp_dim": width}, ("base_moe_mlp_dim",))
-
-
 def _gpt3(file: _File) -> BlockKeys:
     """A table of positions if it has a size."""
     has_table = file.count("trainable_position_size", -1) > 0
@@ -157,7 +152,6 @@ _BLOCKS: dict[str, tuple[str, Callable[[_File], BlockKeys]]] = {
     "gemma3": ("use_post_attn_norm", _gemma3),
     "gemma4": ("use_post_attn_norm", _gemma4),
     "gpt3": ("trainable_position_size", _gpt3),
-    "mixtral": ("base_moe_mlp_dim", _mixtral),
     "olmo3": ("inhomogeneous_layer_cycle_interval", _olmo3),
     "qwen2": ("attention_bias", _qwen2),
 }

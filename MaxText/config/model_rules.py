@@ -821,6 +821,8 @@ def _macaron_is_an_mlp(config: Config) -> ConfigIssue | None:
     "dynamic_mlp_dim",
     "attention_types",
     "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
     "dense_first_layer_norms",
 )
 def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
@@ -842,8 +844,8 @@ def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
     elif len({layer.dimensions for layer in model.layers}) > 1:
         reason = "layer_kinds gives layers different sizes"
     elif len(num_experts) > 1:
-        reason = "moe_layers gives some layers experts and others none"
-        other_key = "moe_layers"
+        other_key = _key_of_expert_layers(model.mixture_of_experts)
+        reason = f"{other_key} gives some layers experts and others none"
     elif dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
         reason = "dense_first_layer_norms=one gives layer 1 fewer norms"
         other_key = "dense_first_layer_norms"
@@ -852,6 +854,15 @@ def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
     return ConfigIssue(
         message=f"share_layer_params=true: {reason}",
         keys=("share_layer_params", other_key) if other_key else ("share_layer_params",),
+    )
+
+
+def _key_of_expert_layers(experts: MoEConfig) -> str:
+    """Returns the key that says which layers have experts."""
+    if experts.moe_layers is not None:
+        return "moe_layers"
+    return (
+        "first_num_dense_layers" if experts.first_num_dense_layers else "interleave_moe_layer_step"
     )
 
 
@@ -973,6 +984,15 @@ def _expert_layers_issue(config: Config) -> ConfigIssue | None:
             message="moe_layers: the list is empty, so no layer has experts",
             remedies=("num_experts=1",),
             keys=("moe_layers", "num_experts"),
+        )
+    num_layers = config.model.shape.dimensions.num_layers
+    if not any(map(experts.has_experts, range(num_layers))):
+        return ConfigIssue(
+            message=f"first_num_dense_layers={experts.first_num_dense_layers} and "
+            f"interleave_moe_layer_step={experts.interleave_moe_layer_step} leave none of the "
+            f"{num_layers} layers with experts",
+            remedies=("num_experts=1",),
+            keys=("first_num_dense_layers", "interleave_moe_layer_step", "num_experts"),
         )
     if experts.moe_activations is None:
         for name in set(feed_forward.mlp_activations) & set(get_args(NotElementwise)):

@@ -363,13 +363,13 @@ class ModelConfig(Section):
     def layer_overrides(self) -> tuple[Overrides, ...]:
         """Keys of each layer with values of their own, which replace the model's.
 
-        They come from layer_kinds, attention_types, moe_layers, dynamic_mlp_dim and
+        They come from layer_kinds, attention_types, moe_layers and the like, dynamic_mlp_dim and
         dense_first_layer_norms. `mlp_dim` among them is a width after scaling, not a key.
         """
         num_layers = self.shape.dimensions.num_layers
         dense = self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
-        moe_layers = self.mixture_of_experts.moe_layers
+        experts = self.mixture_of_experts
         widths = self.feed_forward.mlp_dims(self.shape.dimensions)
         first_has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         layer_kinds = self._layer_kinds()
@@ -378,7 +378,7 @@ class ModelConfig(Section):
             layer_keys: dict[str, Any] = dict(layer_kinds[index]) if layer_kinds else {}
             if index < len(kinds):
                 layer_keys["mixer"] = MIXERS[kinds[index]]
-            if moe_layers is not None and index not in moe_layers:
+            if not experts.has_experts(index):
                 layer_keys["num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
                 layer_keys["mlp_dim"] = widths[index]

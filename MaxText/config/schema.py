@@ -328,6 +328,8 @@ _OF_ALL_LAYERS = (
     "layer_kinds",
     "attention_types",
     "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
     "dynamic_mlp_dim",
     "mlp_dim_multiple",
     # what is done to embeddings

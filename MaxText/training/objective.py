@@ -503,13 +503,14 @@ def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
     for name in of_objective:
         if problem := name_problem(name):
             raise UserError(f"{describe(objective)} returned {name!r}, {problem}")
-    for name in (*sums.token_sums, *sums.layer_metrics):
+    of_layers = dict.fromkeys(sums.token_sums, "loss") | dict.fromkeys(sums.layer_metrics, "metric")
+    for name, kind in of_layers.items():
         problem = name_problem(name)
         if name in of_objective:
             problem = f"which is also a loss or metric of {describe(objective)}"
         if name == IN_NATS:
             problem = "the name of the cross entropy of the whole model"
         if problem:
-            raise UserError(f"a layer returned {name!r}, {problem}: rename it")
+            raise UserError(f"a layer returned the {kind} {name!r}, {problem}: rename it")
     for name in sums.target_sums.keys() & sums.metric_sums.keys():
         raise UserError(f"{describe(objective)} returned {name!r} as a loss and as a metric")

@@ -96,7 +96,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": (
         "llama2",
         TWO_EXPERTS
-        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
+        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"}
+        | {"routed_bias": True, "routed_bias_update_rate": 0.001},
     ),
     "experts of DeepSeek V3": (
         "llama2",
@@ -104,6 +105,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_score_func": "sigmoid", "routed_scaling_factor": 2.5}
         | {"n_routing_groups": 2, "topk_routing_group": 1, "router_z_loss_weight": 0.01}
         | {"shared_experts": 1, "moe_mlp_dim": 8, "load_balance_choices": "all"}
+        | {"routed_bias": True, "routed_bias_update_rate": 0.001}
         | {"layer_pattern": "DE", "layer_kinds": {"D": {"num_experts": 1}, "E": {}}},
     ),
     "experts with biases, gated shared experts": (

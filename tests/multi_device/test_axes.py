@@ -39,7 +39,12 @@ DENSE = {
     "dense_aggregation_impl": "sum",
     "noise": 0.02,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_z_loss_weight": 0.01,
+    "routed_bias": True,
+}
 BIASES_AND_SHARED = {"router_bias": True, "expert_bias": True, "shared_experts": 1}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
 GROUPED = {"base_num_kv_heads": 2}
