@@ -127,6 +127,9 @@ class WeightMapping:
     # A further parameter, which the model must have, or must not have, for the row to apply.
     only_with: str = ""
     only_without: str = ""
+    # Whether parameters of different shapes are concatenated for each group of heads by itself
+    # (linear_num_key_heads): first all of group 0, then all of group 1.
+    is_grouped: bool = False
 
     @property
     def param_names(self) -> tuple[str, ...]:
@@ -166,7 +169,11 @@ class WeightMapping:
         return (first[0] + sum(other[0] for other in others), *first[1:])
 
     def split(
-        self, tensor: np.ndarray, shapes: Sequence[Sequence[int]], rotary_dims: int = 0
+        self,
+        tensor: np.ndarray,
+        shapes: Sequence[Sequence[int]],
+        rotary_dims: int = 0,
+        num_groups: int = 1,
     ) -> list[np.ndarray]:
         """Splits a Hugging Face tensor into parameters.
 
@@ -175,6 +182,7 @@ class WeightMapping:
           shapes: Of the parameters, in their order.
           rotary_dims: R, the dimensions of a head that are rotated; only rows with a rotary_order
             of their own need it.
+          num_groups: Groups of heads of a grouped row.
 
         Returns:
           The parameters in their order, as views where the order allows it.
@@ -185,7 +193,11 @@ class WeightMapping:
                 layout.hf_shape(shape)[0]
                 for layout, shape in zip(self._patterns, shapes, strict=False)
             ]
-            parts = np.split(tensor, np.cumsum(lengths)[:-1])
+            grouped = tensor.reshape(num_groups, -1, *tensor.shape[1:])
+            ends = np.cumsum(lengths) // num_groups
+            parts = [
+                part.reshape(-1, *tensor.shape[1:]) for part in np.split(grouped, ends[:-1], axis=1)
+            ]
         arrays = [
             array
             for layout, part, shape in zip(self._patterns, parts, shapes, strict=False)
@@ -193,13 +205,19 @@ class WeightMapping:
         ]
         return [self._reordered(array, _to_halves, rotary_dims) for array in arrays]
 
-    def join(self, arrays: Sequence[np.ndarray], rotary_dims: int = 0) -> np.ndarray:
+    def join(
+        self, arrays: Sequence[np.ndarray], rotary_dims: int = 0, num_groups: int = 1
+    ) -> np.ndarray:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
         arrays = [self._reordered(array, _from_halves, rotary_dims) for array in arrays]
         if len(self._patterns) == 1:
             return self._patterns[0].join(arrays)
-        joined = zip(self._patterns, arrays, strict=True)
-        return np.concatenate([layout.join([array]) for layout, array in joined])
+        joined = [
+            layout.join([array]) for layout, array in zip(self._patterns, arrays, strict=True)
+        ]
+        in_row = joined[0].shape[1:]
+        grouped = [part.reshape(num_groups, -1, *in_row) for part in joined]
+        return np.concatenate(grouped, axis=1).reshape(-1, *in_row)
 
     def _reordered(
         self,

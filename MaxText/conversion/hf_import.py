@@ -54,6 +54,7 @@ class MappedTensor(NamedTuple):
     index: tuple[int, ...]  # into them: layer, expert or head, if they hold several
     parts: tuple[tuple[int, ...], ...]  # shape of what it holds of each
     rotary_dims: int  # dimensions of a head that are in another order in the file
+    num_groups: int = 1  # groups of heads that the row concatenates by themselves
     legacy_names: tuple[str, ...] = ()  # alternative names in published files
 
     @property
@@ -63,11 +64,12 @@ class MappedTensor(NamedTuple):
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Returns what the tensor holds of each parameter."""
-        return self.row.split(tensor, self.parts, self.rotary_dims)
+        return self.row.split(tensor, self.parts, self.rotary_dims, self.num_groups)
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tensor with parts of parameters, whole arrays that `index` points into."""
-        return self.row.join([array[self.index] for array in arrays], self.rotary_dims)
+        parts = [array[self.index] for array in arrays]
+        return self.row.join(parts, self.rotary_dims, self.num_groups)
 
 
 class TensorMap:
@@ -257,9 +259,14 @@ class TensorMap:
                     index=(*layer_index, number) if row.is_numbered else layer_index,
                     parts=tuple(self._part(row, name) for name in names),
                     rotary_dims=self._permuted_dims(row, layer),
+                    num_groups=self._num_groups(row, layer),
                     legacy_names=tuple(legacy_names),
                 )
             )
+
+    def _num_groups(self, row: WeightMapping, layer: int) -> int:
+        """Returns the groups of heads that a row concatenates by themselves."""
+        return self._layers[layer].config.recurrent.linear_num_key_heads if row.is_grouped else 1
 
     def _permuted_dims(self, row: WeightMapping, layer: int) -> int:
         """Returns the dimensions of a head that a row has in another order than the model."""

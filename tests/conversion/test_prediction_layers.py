@@ -17,13 +17,15 @@ from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.small_folders import random, same_bits, write
 
 ONE = {"mtp_num_layers": 1}
-# case of tests/golden/families -> (a layer like that of the further token, where that is, names of
-# the norms of embedding and hidden state, of the projection and of the final norm, copies).
+# case of tests/golden/families -> (the last layer, where the one of the further token is, where the
+# rest is, names of the norms of embedding and hidden state, of projection and final norm, copies).
 BEHIND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
 PUBLISHED = {
     "deepseek_v3": ("model.layers.2.", "model.layers.3.", "model.layers.3.", BEHIND, COPIES),
+    "qwen3_next": ("model.layers.1.", "mtp.layers.0.", "mtp.", BESIDE, {}),
+    "qwen3_5_moe_text": ("model.layers.1.", "mtp.layers.0.", "mtp.", BESIDE, {}),
     "glm4_moe": ("model.layers.1.", "model.layers.2.", "model.layers.2.", BEHIND, COPIES),
 }
 
@@ -33,20 +35,29 @@ def published(case):
     golden = of_family_vectors(case)
     like, block, prefix, names, copies = PUBLISHED[case]
     draw = np.random.default_rng(0).normal
+    config = dict(golden.config_json)
+    num_layers = int(like.split(".")[2]) + 1
+    config["num_hidden_layers"] = num_layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:num_layers]
+    tensors = {
+        name: tensor
+        for name, tensor in golden.parameters.items()
+        if not name.startswith(f"model.layers.{num_layers}.")
+    }
     layer = {
         block + name.removeprefix(like): tensor[::-1]
-        for name, tensor in golden.parameters.items()
+        for name, tensor in tensors.items()
         if name.startswith(like)
     }
-    width = golden.config_json["hidden_size"]
+    width = config["hidden_size"]
     *norms, projection = (*names[:2], names[3], names[2])
     layer |= {f"{prefix}{name}.weight": draw(size=width).astype("f") for name in norms}
     layer[f"{prefix}{projection}.weight"] = draw(size=(width, 2 * width)).astype("f")
     layer |= {
-        f"{prefix}{name}.weight": golden.parameters[f"{repeated}.weight"]
-        for name, repeated in copies.items()
+        f"{prefix}{name}.weight": tensors[f"{repeated}.weight"] for name, repeated in copies.items()
     }
-    return dict(golden.config_json), golden.parameters, layer
+    return config, tensors, layer
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -96,8 +107,8 @@ def test_there_and_back(case, tmp_path):
     back.mkdir()
     write_folder(back, weights, weights.family, {"config": weights.config_json})
     same_bits(load_file(back / "model.safetensors"), tensors | layer)
-    if prefix != "mtp.":
-        assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    written = json.loads((back / "config.json").read_text())
+    assert 1 in (written.get("num_nextn_predict_layers"), written.get("mtp_num_hidden_layers"))
     # A run that asks for more than there is draws its own.
     for count, is_read in ((1, True), (2, False)):
         flat = flatten(weights.config) | {"mtp_num_layers": count}

@@ -1,6 +1,12 @@
 """Supported families."""
 
 from MaxText.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from MaxText.conversion.families.delta_net import (
+    OLMO_HYBRID,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+)
 from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
@@ -18,6 +24,7 @@ from MaxText.conversion.families.relatives import (
     EXAONE4,
     GLM4,
     GRANITE,
+    GRANITEMOE,
     HUNYUAN_V1_DENSE,
     NANOCHAT,
     PHI3,
@@ -63,12 +70,17 @@ _IN_TRANSFORMERS = (
     COHERE2,
     QWEN3_MOE,
     QWEN2_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    OLMO_HYBRID,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
     GLM4_MOE,
     MINIMAX_M2,
     HY_V3,
+    GRANITEMOE,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

@@ -103,7 +103,10 @@ def number(
     def read(value: Any, config: Mapping[str, Any]) -> Any:
         return hf.whole_number(value, at_least=at_least)
 
-    return hf.mapped(hf_names, key, default, read=read, **fields)
+    def write(values: Mapping[str, Any]) -> Any:
+        return hf.whole_number(values[key], at_least=at_least)
+
+    return hf.mapped(hf_names, key, default, **{"read": read, "write": write, **fields})
 
 
 def width(hf_name: str, key: str, default: int, **fields: Any) -> hf.ConfigMapping:

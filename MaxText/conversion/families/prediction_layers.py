@@ -49,10 +49,15 @@ BESIDE_THE_MODEL = PredictionLayers(
 )
 
 
-def count(hf_name: str = "num_nextn_predict_layers") -> hf.ConfigMapping:
-    """Returns the setting of their number: written, and not read, as files may lack the layers.
+def count() -> hf.ConfigMapping:
+    """Returns the setting of their number: written, and not read, as files may lack the layers."""
+    return hf.without_key("num_nextn_predict_layers", lambda values: values["mtp_num_layers"])
+
+
+def count_if_any(hf_name: str) -> hf.ConfigMapping:
+    """Returns the setting of their number, which a model without them leaves out.
 
     Args:
       hf_name: The key of config.json.
     """
-    return hf.without_key(hf_name, lambda values: values["mtp_num_layers"])
+    return hf.without_key(hf_name, lambda values: values["mtp_num_layers"] or hf.OMITTED)

@@ -44,7 +44,7 @@ from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum
 from MaxText.layers.params import Init, param
-from MaxText.layers.part import Flops, Mixer
+from MaxText.layers.part import Flops
 from MaxText.layers.recurrent.chunks import Chunks, begins_document
 from MaxText.layers.recurrent.gated_delta_net import DeltaInputs, GatedDeltaNet
 from MaxText.layers.recurrent.gates import (

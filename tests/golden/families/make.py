@@ -66,6 +66,28 @@ LATENT = {
 }
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
+LINEAR = "linear_attention"
+DELTA_NET = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Vectors of few numbers are near 0 here and there, where norms amplify rounding.
+    "rms_norm_eps": 1e-2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, GLOBAL, LINEAR],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 
 # case: changes of SIZES. The text before a hyphen is the model_type.
 CASES: dict[str, dict[str, Any]] = {
@@ -259,6 +281,37 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "decoder_sparse_step": 2,
     },
+    "qwen3_next": {**DELTA_NET, **SHARED_EXPERT, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_next-alike": {
+        **SHARED_EXPERT,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [LINEAR, GLOBAL],
+    },
+    "qwen3_5_text": {**DELTA_NET, "attention_bias": True},
+    "qwen3_5_moe_text": {**DELTA_NET, **SHARED_EXPERT, "tie_word_embeddings": True},
+    "olmo_hybrid": {
+        "rms_norm_eps": 1e-2,
+        "layer_types": [LINEAR, LINEAR, GLOBAL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 20,
+        "linear_value_head_dim": 10,  # transformers 5.24 stores convolutions of one width only
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "olmo_hybrid-nope": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, GLOBAL],
+        "linear_allow_neg_eigval": False,
+        "linear_value_head_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
     "deepseek_v2": {
         **LATENT,
         "num_hidden_layers": 2,
@@ -335,6 +388,17 @@ CASES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "granitemoe": {
+        "num_hidden_layers": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "hy_v3": {
         "head_dim": 8,
         "num_experts": 6,
@@ -377,7 +441,7 @@ def _make(case: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
         model.save_pretrained(folder)
         config_json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        stored = load_file(f"{folder}/model.safetensors")
+        stored = _with_published_names(load_file(f"{folder}/model.safetensors"))
         is_scale = {name: array.ndim == 1 and array[0] == 1 for name, array in stored.items()}
         centers = {name: 1.0 for name in stored if is_scale[name]}
         fixed = {name: array.tolist() for name, array in stored.items() if _is_fixed(name)}
@@ -434,7 +498,21 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
             parameter.copy_(parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
+        return _with_published_names(load_file(f"{folder}/model.safetensors"))
+
+
+def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns tensors with the names of published files, which transformers reads.
+
+    It writes the norm of OLMo hybrid's attention under the name of another one.
+    """
+
+    def published(name: str) -> str:
+        layer, found, end = name.partition(".feedforward_layer_norm.")
+        is_of_attention = found and f"{layer}.self_attn.q_proj.weight" in arrays
+        return f"{layer}.post_attention_layernorm.{end}" if is_of_attention else name
+
+    return {published(name): array for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
