@@ -23,14 +23,21 @@ from etils import epath
 
 from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
+from MaxText.config.values import UntypedValue
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.run.hooks import Hook, StepInfo, hook
 
 if TYPE_CHECKING:
+    import jax
+
     from MaxText.inference.model_tokenizer import ModelTokenizer
     from MaxText.inference.trained_model import TrainedModel
     from MaxText.layers.assembly.model import Model
+    from MaxText.layers.params import Params
+
+TextOrIds = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray
+"""A text, token ids [T], or sequences of ids of one length [B, T]."""
 
 Callback = Callable[[Mapping[str, Any]], None]
 """Called with each event of a run: a row of events.jsonl."""
@@ -145,7 +152,7 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 
 
-def load(path: epath.PathLike, **keys: Any) -> "Run":
+def load(path: epath.PathLike, **keys: UntypedValue) -> "Run":
     """Opens trained weights, with their configuration and tokenizer.
 
     Args:
@@ -204,7 +211,7 @@ class Run:
         return self.trained.config
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> "Params":
         """Nested dict of arrays; identical layers are stacked on axis 0."""
         return self.trained.params
 
@@ -217,7 +224,7 @@ class Run:
         """
         return self.trained.open_tokenizer(typed=self.tokenizer_is_typed)
 
-    def logits(self, text_or_ids: Any) -> np.ndarray:
+    def logits(self, text_or_ids: TextOrIds) -> np.ndarray:
         """Returns the float32 logits of the next token at each position.
 
         Args:
@@ -230,7 +237,7 @@ class Run:
         logits = np.asarray(self._logits(self.params, inputs.batch))
         return logits[0] if inputs.is_single else logits[: inputs.num_sequences]
 
-    def _to_devices(self, text_or_ids: Any) -> _DeviceBatch:
+    def _to_devices(self, text_or_ids: TextOrIds) -> _DeviceBatch:
         if isinstance(text_or_ids, str):
             text_or_ids = self.tokenizer.encode(text_or_ids)
         ids = np.asarray(text_or_ids, np.int32)
@@ -254,7 +261,7 @@ class Run:
         )
 
     def forward(
-        self, text_or_ids: Any, capture: Sequence[str] = ()
+        self, text_or_ids: TextOrIds, capture: Sequence[str] = ()
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Returns the logits, and intermediate values by their path in the model.
 
@@ -284,7 +291,7 @@ class Run:
         paths: list[str] = []
         inner_paths: list[str] = []
 
-        def run(params: Any, batch: Batch) -> Any:
+        def run(params: "Params", batch: Batch) -> "tuple[jax.Array, dict[str, jax.Array]]":
             with capturing(capture) as captured:
                 logits = model.merge(params)(batch)
             paths[:] = captured.paths
@@ -308,7 +315,7 @@ class Run:
             )
         batch_size = len(logits)
 
-        def unpadded(value: Any) -> np.ndarray:
+        def unpadded(value: "jax.Array") -> np.ndarray:
             # Values of the whole batch, such as positions [1, T, D], have no rows to choose.
             array = np.asarray(value)
             if array.ndim == 0 or len(array) != batch_size:
@@ -340,7 +347,7 @@ class Run:
         seed: int = 0,
         stop: Sequence[str] = (),
         **sampling: Any,
-    ) -> Any:
+    ) -> str | list[str]:
         """Continues a prompt, or several in one batch.
 
         Args:

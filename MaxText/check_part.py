@@ -25,6 +25,8 @@ from MaxText.errors import UserError
 
 if TYPE_CHECKING:
     from MaxText.conformance.checks import Check
+    from MaxText.conformance.source_checks import SourceSubject
+    from MaxText.conformance.subject import Subject
 
 USAGE = """
 usage: check_part.py MODULE[:CLASS] [key=value ...]
@@ -35,7 +37,7 @@ state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: 
 updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
 that they repeat, its lengths, resuming (docs/how-to/add_a_data_source.md).
 
-  python MaxText/check_part.py examples/gated_deltanet.py
+  python MaxText/check_part.py examples/deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
 
 MODULE is a module or the path of a .py file; without CLASS all of its parts are checked. Keys are
@@ -106,7 +108,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
 
     part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
-    def make_config(**overrides: Any) -> Config:
+    def make_config(**overrides: values.UntypedValue) -> Config:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
             return load_config(**TRAINED | part_keys | overrides)
 
@@ -131,7 +133,11 @@ def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
 
 
 def _run_checks(
-    part: registry.Registration, checks: Sequence["Check"], subject: Any, *, decodes: bool = True
+    part: registry.Registration,
+    checks: Sequence["Check"],
+    subject: "Subject | SourceSubject",
+    *,
+    decodes: bool = True,
 ) -> bool:
     """Prints the result of each check of a part; returns whether one failed."""
     from MaxText.conformance.checks import Problem, find_problem

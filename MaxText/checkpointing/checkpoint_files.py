@@ -24,6 +24,7 @@ from MaxText.storage.paths import (
     is_object_store_path,
     parse_path,
 )
+from MaxText.value_types import JsonValue
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
@@ -184,7 +185,7 @@ def with_digests(
     return {**values, _INTEGRITY: integrity}
 
 
-def _digest(value: Any) -> str:
+def _digest(value: JsonValue) -> str:
     """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
     plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from MaxText.checkpointing.compatibility import (
     ArraySpec,
     Casts,
     ConfigDiff,
-    PyTree,
     array_specs,
     leaf_path,
 )
@@ -31,6 +30,10 @@ from MaxText.config.training_sections import CheckpointStorageConfig
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 from MaxText.storage.retry import call_with_retries
+from MaxText.value_types import PyTree, TreeDef
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
@@ -43,7 +46,7 @@ _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once dur
 _T = TypeVar("_T")
 
 
-def as_dict(state: Any) -> dict[str, PyTree]:
+def as_dict(state: PyTree) -> dict[str, PyTree]:
     """Returns a train state (any dataclass) as a dict without None fields."""
     fields = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
     return {name: value for name, value in fields if value is not None}
@@ -63,7 +66,7 @@ class CheckpointReader:
     is_same_run: bool = False  # whether the checkpoint is one of the run that restores it
     storage: CheckpointStorageConfig = dataclasses.field(default_factory=CheckpointStorageConfig)
 
-    def restore_state(self, abstract_state: Any) -> Any:
+    def restore_state(self, abstract_state: PyTree) -> PyTree:
         """Restores a train state.
 
         Args:
@@ -167,7 +170,10 @@ class CheckpointReader:
         return structure.unflatten(arrays)
 
     def _orbax_arguments(
-        self, names: Sequence[str], leaves: Sequence[Any], stored_dtypes: Mapping[str, np.dtype]
+        self,
+        names: Sequence[str],
+        leaves: Sequence[jax.ShapeDtypeStruct],
+        stored_dtypes: Mapping[str, np.dtype],
     ) -> tuple[list[Any], dict[str, Any]]:
         """Returns Orbax's restore arguments of each leaf, and options of its handler."""
         import orbax.checkpoint as ocp
@@ -228,13 +234,13 @@ def read_tree(stored: StoredCheckpoint) -> StoredTree:
 
 def read_arrays(
     stored: StoredCheckpoint,
-    structure: Any,
-    leaves: Sequence[Any],
-    arguments: Sequence[Any],
+    structure: TreeDef,
+    leaves: Sequence[PyTree],
+    arguments: Sequence["ocp.RestoreArgs"],
     *,
     only: Collection[int],
     **handler_options: Any,
-) -> dict[int, Any]:
+) -> dict[int, jax.Array]:
     """Reads some arrays of a checkpoint with Orbax.
 
     Args:
@@ -256,7 +262,7 @@ def read_arrays(
         partial_restore=True,
     )
 
-    def read() -> Any:
+    def read() -> PyTree:
         handler = ocp.PyTreeCheckpointHandler(**handler_options)
         with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
             # Restores are asynchronous; an error must surface here.
@@ -267,7 +273,9 @@ def read_arrays(
 
 
 def _groups(
-    names: Sequence[str], leaves: Sequence[Any], stored_dtypes: Mapping[str, np.dtype]
+    names: Sequence[str],
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    stored_dtypes: Mapping[str, np.dtype],
 ) -> list[set[int]]:
     """Returns groups of indices of leaves to read at once: uncast arrays, then casts.
 
@@ -301,7 +309,9 @@ def _single_replica_obstacle(shardings: Sequence[NamedSharding]) -> str:
     return "there is one replica" if mesh.shape[_REPLICA_AXIS] == 1 else ""
 
 
-def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
+def _single_replica_handlers(
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> "ocp.type_handlers.TypeHandlerRegistry":
     """Returns Orbax's handlers by which one replica reads arrays and sends them to the others."""
     import orbax.checkpoint as ocp
 
@@ -329,7 +339,9 @@ def silence_threads() -> None:
     _filter_unraisable(lambda unraisable: _LOOP_CLOSED in str(unraisable.exc_value))
 
 
-def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
+def _filter_unraisable(
+    is_expected: Callable[["sys.UnraisableHookArgs"], bool],
+) -> Callable[["sys.UnraisableHookArgs"], object]:
     """Hides uncatchable errors; returns the previous sys.unraisablehook.
 
     Args:
@@ -337,7 +349,7 @@ def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
     """
     previous = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         if not is_expected(unraisable):
             previous(unraisable)
 

@@ -12,7 +12,7 @@ Any change of a single element changes both sums; other damage goes unnoticed on
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.compatibility import ArraySpec, leaf_path
+from MaxText.value_types import PyTree
 
 # (shift, multiplier) pairs and a final shift.
 _FIRST = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
@@ -28,8 +29,10 @@ _INDEX = ((0, 0x9E3779B1), (16, 0x85EBCA6B), 13)
 _INDEX_FACTOR = 0xC2B2AE35
 _CHUNK = 1 << 16  # elements per NumPy call, so that temporaries stay in cache
 
+Bits = TypeVar("Bits", np.ndarray, jax.Array)  # uint32
 
-def array_checksums(tree: Any) -> dict[str, str]:
+
+def array_checksums(tree: PyTree) -> dict[str, str]:
     """Returns `host_checksum` strings by path; a collective call."""
     arrays = {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     # Dispatches all programs before blocking on the first result.
@@ -84,12 +87,12 @@ def first_spec_mismatch(specs: Mapping[str, ArraySpec], checksums: Mapping[str, 
     return f"{path} is {described.get(path, 'missing')}, {saved.get(path, 'nothing')} was saved"
 
 
-def _format(array: Any, sums: np.ndarray) -> str:
+def _format(array: jax.Array | np.ndarray, sums: np.ndarray) -> str:
     spec = ArraySpec(tuple(array.shape), np.dtype(array.dtype))
     return f"{spec} {int(sums[0]):08x}{int(sums[1]):08x}"
 
 
-def _is_small(array: Any) -> bool:
+def _is_small(array: jax.Array | np.ndarray) -> bool:
     """Returns whether to sum on the host instead of compiling."""
     if not isinstance(array, jax.Array):
         return True
@@ -97,7 +100,7 @@ def _is_small(array: Any) -> bool:
 
 
 @functools.cache
-def _program(sharding: jax.sharding.Sharding) -> Any:
+def _program(sharding: jax.sharding.Sharding) -> jax.stages.Wrapped:
     def sums(array: jax.Array) -> jax.Array:
         # Arrays offloaded to host memory must be copied to the device first.
         if sharding.memory_kind == "pinned_host":
@@ -130,13 +133,13 @@ def _as_uint32(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
 
 
-def _hash(bits: Any, index: Any) -> tuple[Any, Any]:
+def _hash(bits: Bits, index: Bits) -> tuple[Bits, Bits]:
     index_hash = _bijection(index, _INDEX)
     other = index_hash * np.uint32(_INDEX_FACTOR)
     return _bijection(bits ^ index_hash, _FIRST), _bijection(bits + other, _SECOND)
 
 
-def _bijection(x: Any, constants: tuple[tuple[int, int], tuple[int, int], int]) -> Any:
+def _bijection(x: Bits, constants: tuple[tuple[int, int], tuple[int, int], int]) -> Bits:
     *rounds, last = constants
     for shift, multiplier in rounds:
         x = (x ^ (x >> np.uint32(shift)) if shift else x) * np.uint32(multiplier)

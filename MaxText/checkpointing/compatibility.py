@@ -15,8 +15,7 @@ from MaxText.config.schema import SCHEMA_VERSION, all_keys
 from MaxText.config.serialization import diff_configs
 from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
-
-PyTree = Any  # nested containers (dicts, tuples, dataclasses) of arrays, or of their specs
+from MaxText.value_types import JsonObject, PyTree
 
 _MAX_LINES = 20
 # Sections that determine the names and shapes of parameters and optimizer state.
@@ -54,7 +53,7 @@ class ArraySpec(NamedTuple):
 Casts = Mapping[str, tuple[np.dtype, np.dtype]]
 
 
-def array_specs(tree: Any) -> dict[str, ArraySpec]:
+def array_specs(tree: PyTree) -> dict[str, ArraySpec]:
     """Returns the arrays of a tree by path: "opt_state/1/0/mu/decoder/wi"."""
     return {
         leaf_path(path): ArraySpec(tuple(leaf.shape), np.dtype(leaf.dtype))
@@ -62,7 +61,7 @@ def array_specs(tree: Any) -> dict[str, ArraySpec]:
     }
 
 
-def check_compatible(stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff) -> Casts:
+def check_compatible(stored_tree: PyTree, abstract_tree: PyTree, config_diff: ConfigDiff) -> Casts:
     """Returns the float arrays to cast on load.
 
     Args:
@@ -156,7 +155,7 @@ def format_mismatches(
     return "\n".join([*lines, *changed, f"Set them back, or {alternative}."])
 
 
-def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
+def checkpoint_metadata(config_flat: Mapping[str, Any], params: PyTree) -> JsonObject:
     """Returns metadata to explain a stored state without the run.
 
     Args:

@@ -9,11 +9,12 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
+from MaxText.value_types import JsonValue
 
 
 def read_run_file(
     folder: epath.Path, name: str, log: Callable[[str], None], consequence: str
-) -> Any:
+) -> JsonValue:
     """Returns the content of `<folder>/<name>.json`; None if it is missing or damaged.
 
     Args:

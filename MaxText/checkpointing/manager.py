@@ -26,6 +26,7 @@ from MaxText.checkpointing.retention import Retention
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import LiteralPath
+from MaxText.value_types import JsonObject, PyTree
 
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 
@@ -33,9 +34,9 @@ _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 class RestoredCheckpoint(NamedTuple):
     """The verified contents of a checkpoint."""
 
-    state: Any  # a train state like the abstract one that was asked for
-    position: dict[str, Any] | None  # of the data; None if none was saved
-    metadata: dict[str, Any]
+    state: PyTree  # a train state like the abstract one that was asked for
+    position: JsonObject | None  # of the data; None if none was saved
+    metadata: JsonObject
 
 
 class RestoreAttempt(NamedTuple):
@@ -99,7 +100,11 @@ class CheckpointManager:
         return saving.is_due(self._config, step, last_step)
 
     def save(
-        self, step: int, state: Any, position: Mapping[str, Any] | None, metadata: Mapping[str, Any]
+        self,
+        step: int,
+        state: PyTree,
+        position: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any],
     ) -> bool:
         """Saves the state after step `step`, in the background if asynchronous.
 
@@ -252,7 +257,7 @@ class CheckpointManager:
     def restore(
         self,
         step: int,
-        abstract_state: Any,
+        abstract_state: PyTree,
         config_flat: Mapping[str, Any] | None = None,
         log: Callable[[str], None] = print,
     ) -> RestoredCheckpoint:

@@ -66,7 +66,7 @@ class Retention:
             kept_steps |= {step for step in steps if step % config.keep_period == 0}
         return kept_steps
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
         """Decides for Orbax, as a PreservationPolicy, while a save is in progress."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept_steps = self.steps_to_keep(sorted(steps))

@@ -24,6 +24,7 @@ from MaxText.errors import UserError
 from MaxText.runtime.processes import all_succeed
 from MaxText.storage.paths import is_object_store_path
 from MaxText.storage.run_folder import check_writable
+from MaxText.value_types import PyTree
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -79,7 +80,7 @@ class CheckpointSaver:
         self._num_failures = 0  # consecutive failed saves
 
     def save(
-        self, step: int, state: Any, position: Mapping[str, Any], metadata: Mapping[str, Any]
+        self, step: int, state: PyTree, position: Mapping[str, Any], metadata: Mapping[str, Any]
     ) -> bool:
         """Saves the state after step `step`; see CheckpointManager.save. Collective.
 

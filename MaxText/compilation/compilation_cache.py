@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform as machine
 import threading
-from typing import Any
 
 from MaxText.config.training_sections import RunConfig
 
@@ -124,7 +123,7 @@ def thread_cache_hits() -> int:
 def _count_hits() -> None:
     import jax
 
-    def count(event: str, **_: Any) -> None:
+    def count(event: str, **_: object) -> None:
         _hits[threading.get_ident()] += event == _HIT
 
     jax.monitoring.register_event_listener(count)

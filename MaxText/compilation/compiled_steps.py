@@ -1,12 +1,15 @@
 """The train step, compiled for each batch shape of a run."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 
 from MaxText.compilation import compilation_cache
+from MaxText.layers.batch import Batch
+from MaxText.training.state import TrainState
+from MaxText.training.step import Metrics
 
 
 class SavedSteps(NamedTuple):
@@ -22,7 +25,7 @@ class ShapeSpecializedStep:
 
     def __init__(
         self,
-        compile_for: Callable[[Any], tuple[jax.stages.Compiled, float]],
+        compile_for: Callable[[Batch], tuple[jax.stages.Compiled, float]],
         saved: SavedSteps | None = None,
         frozen: Mapping[str, Any] | None = None,
     ):
@@ -37,13 +40,13 @@ class ShapeSpecializedStep:
         self._compile_for = compile_for
         self._saved = saved
         self._frozen = (frozen,) if frozen else ()
-        self._steps: dict[Any, Callable] = {}
+        self._steps: dict[Hashable, Callable] = {}
 
-    def fits(self, batch: Any) -> bool:
+    def fits(self, batch: Batch) -> bool:
         """Returns whether a step is compiled for batches of this shape."""
         return _key(batch) in self._steps
 
-    def prepare(self, batch: Any) -> dict[str, Any]:
+    def prepare(self, batch: Batch) -> dict[str, Any]:
         """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct.
 
         Returns:
@@ -69,7 +72,7 @@ class ShapeSpecializedStep:
         shape = {"rows": rows, "length": length}
         return shape | {"compile_seconds": seconds, "source": source, "memory": memory_stats(step)}
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Returns the new state and the metrics, by the step that `prepare` compiled.
 
         Returns at once: the devices may still be computing. Uses up (donates) the state.
@@ -77,7 +80,7 @@ class ShapeSpecializedStep:
         return self._steps[_key(batch)](state, batch, *self._frozen)
 
 
-def memory_stats(compiled: Any) -> dict[str, int]:
+def memory_stats(compiled: jax.stages.Compiled | Callable) -> dict[str, int]:
     """Returns bytes per device by XLA's memory analysis, if available.
 
     Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU
@@ -102,6 +105,6 @@ def memory_stats(compiled: Any) -> dict[str, int]:
     }
 
 
-def _key(batch: Any) -> Any:
+def _key(batch: Batch) -> Hashable:
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple(leaf.shape for leaf in leaves)

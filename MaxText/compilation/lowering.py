@@ -14,7 +14,7 @@ from MaxText.input_pipeline.registered_sources.opening_sources import is_registe
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.plan_batches import plan_batches
 from MaxText.layers.assembly.model import Model
-from MaxText.layers.batch import batch_shapes
+from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
 from MaxText.training.assembly import setup_train
 from MaxText.training.state import TrainState
@@ -27,7 +27,7 @@ class LoweredStep(NamedTuple):
     model: Model  # with device-dependent choices resolved
     sharding: ShardingPlan
     state: TrainState
-    batch: Any  # shapes and shardings of the run's largest batch
+    batch: Batch  # shapes and shardings of the run's largest batch
     plan: BatchSchedule
     lowered: jax.stages.Lowered
     lines: Sequence[str]  # choices to print

@@ -40,10 +40,13 @@ from MaxText.config.training_sections import RunConfig
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.growth.resolve import ResolvedGrowth
+from MaxText.layers.batch import Batch
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 from MaxText.training.model_objective import frozen_models
+from MaxText.training.state import TrainState
+from MaxText.value_types import PyTree
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -92,7 +95,7 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
 
 
 def saved_steps(
-    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: Any
+    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: TrainState
 ) -> SavedSteps | None:
     """Returns the step of compiled_trainstep_file, or those of earlier runs.
 
@@ -131,7 +134,7 @@ def saved_steps(
             "the key."
         )
 
-    def load(batch: Any) -> Callable | None:
+    def load(batch: Batch) -> Callable | None:
         if _describe(batch) != facts["batch"]:
             return None
         try:
@@ -148,7 +151,10 @@ def saved_steps(
 
 
 def _cached_steps(
-    config: RunConfig, identity: Callable[[], dict[str, Any]], sharding: ShardingPlan, state: Any
+    config: RunConfig,
+    identity: Callable[[], dict[str, Any]],
+    sharding: ShardingPlan,
+    state: TrainState,
 ) -> SavedSteps | None:
     """Returns the steps of earlier CPU runs with the same code and options.
 
@@ -171,20 +177,20 @@ def _cached_steps(
             "all sources": {"hash": _hash_of_sources(("**/*.py",))},
         }
 
-    def path(batch: Any) -> str:
+    def path(batch: Batch) -> str:
         # A step of other sources replaces the file, so that the folder does not grow with edits.
         named = {group: facts for group, facts in run().items() if "sources" not in group}
         text = json.dumps([named, _describe(batch)])
         return f"{folder}/train_step-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
-    def load(batch: Any) -> Callable | None:
+    def load(batch: Batch) -> Callable | None:
         with contextlib.suppress(Exception):  # the step is compiled then
             stored_facts, executable = read_signed(path(batch))
             if stored_facts["run"] == run():
                 return _load(stored_facts, executable, sharding, state, batch)
         return None
 
-    def save(batch: Any, compiled: jax.stages.Compiled, is_cache_hit: bool) -> None:
+    def save(batch: Batch, compiled: jax.stages.Compiled, is_cache_hit: bool) -> None:
         with contextlib.suppress(Exception):
             file = path(batch)
             if not is_cache_hit:
@@ -198,7 +204,7 @@ def _cached_steps(
     return SavedSteps(load, save, "cache")
 
 
-def _save(path: str, run: dict[str, Any], batch: Any, compiled: jax.stages.Compiled) -> str:
+def _save(path: str, run: dict[str, Any], batch: Batch, compiled: jax.stages.Compiled) -> str:
     """Writes a step with what it was compiled for; returns the signature."""
     executable, _, out_tree = serialize_executable.serialize(compiled)
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
@@ -219,7 +225,11 @@ def _hash_of_program(compiled: jax.stages.Compiled) -> str:
 
 
 def _load(
-    facts: Mapping[str, Any], executable: bytes, sharding: ShardingPlan, state: Any, batch: Any
+    facts: Mapping[str, Any],
+    executable: bytes,
+    sharding: ShardingPlan,
+    state: TrainState,
+    batch: Batch,
 ) -> Callable:
     devices = list(sharding.mesh.devices.flat)
     return serialize_executable.deserialize_and_load(
@@ -232,7 +242,7 @@ def _load(
 
 
 def _fingerprint(
-    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: Any
+    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: TrainState
 ) -> dict[str, Any]:
     """Returns JSON values by group, equal for runs with the same step.
 
@@ -269,7 +279,7 @@ def _fingerprint(
     }
 
 
-def _describe(tree: Any) -> dict[str, str]:
+def _describe(tree: PyTree) -> dict[str, str]:
     """Returns dtype, shape and sharding of each array by its path."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"

@@ -5,7 +5,7 @@ maps such a name to the mesh axes over which the dimension is sharded. Of severa
 the first applies whose mesh axes are still free.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -50,7 +50,7 @@ def _check_distinct(axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
-def _with_one_axis(axes: Any) -> Any:
+def _with_one_axis(axes: values.UntypedValue) -> values.UntypedValue:
     """Converts a mesh axis without brackets to a list of one."""
     return (axes,) if isinstance(axes, str) else axes
 
@@ -64,7 +64,7 @@ _MeshAxes = Annotated[
 _CheckedRules = tuple[tuple[_LogicalName, _MeshAxes], ...]
 
 
-def parse(value: Any) -> Rules:
+def parse(value: values.UntypedValue) -> Rules:
     """Parses MaxText's list of [name, axis], [name, [axes]], [name, null].
 
     Raises:

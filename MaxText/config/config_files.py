@@ -11,12 +11,13 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from MaxText.config import schema, values
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches
+from MaxText.config.values import UntypedValue
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -100,7 +101,7 @@ class Setting:
     """
 
     name: str
-    value: Any
+    value: UntypedValue
     origin: Origin
     written: str
 

@@ -44,6 +44,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Unequal:
 
     ne: int
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Adds this check to those of the annotated type; called by pydantic."""
         return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
@@ -99,7 +102,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_keys(cls, values: Any) -> Any:
+    def _from_keys(cls, values: object) -> object:
         """Accepts dotted keys of named sections."""
         return nested(values) if isinstance(values, dict) else values
 
@@ -204,7 +207,8 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
             continue
         # Code without a file has no source, and odd indentation cannot be parsed alone.
         with contextlib.suppress(OSError, TypeError, SyntaxError):
-            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(tree, ast.ClassDef)
             for field, docstring in itertools.pairwise(tree.body):
                 match field, docstring:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):

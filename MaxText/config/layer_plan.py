@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
-from MaxText.config.values import InvalidValueError, format_value, is_null
+from MaxText.config.values import InvalidValueError, TypedValue, UntypedValue, format_value, is_null
 
 _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
@@ -39,11 +39,13 @@ class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
         return {letter: dict(keys) for letter, keys in self}
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: TypedValue) -> TypedValue:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
+def parse_kinds(
+    value: UntypedValue, convert: Callable[[str, UntypedValue], TypedValue]
+) -> LayerKinds:
     """Parses {letter: {key: value}}.
 
     Args:

@@ -21,7 +21,7 @@ import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from MaxText.config import import_modules, sources
 from MaxText.config.checking import check_rules, find_unused_decoder_block, find_unused_keys
@@ -30,6 +30,7 @@ from MaxText.config.merging import SET_BY_USER, merge
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config, all_keys, unflatten
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
+from MaxText.config.values import UntypedValue
 
 __all__ = ["LoadedConfig", "Origin", "Setting", "Source", "load", "load_config"]
 
@@ -159,7 +160,7 @@ def _problems_and_notices(
     return problems, notices.getvalue().splitlines()
 
 
-def load_config(config_file: str | Path | None = None, **overrides: Any) -> Config:
+def load_config(config_file: str | Path | None = None, **overrides: UntypedValue) -> Config:
     """Returns the configuration of a file and Python values, as `load`."""
     arguments = [] if config_file is None else [str(config_file)]
     return _resolve(import_modules.collect(arguments, overrides), None).config

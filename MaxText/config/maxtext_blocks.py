@@ -192,6 +192,49 @@ def _gpt_oss(file: _File) -> BlockKeys:
     return BlockKeys(settings | _yarn_factor(file), tuple(read))
 
 
+def _qwen3_next(file: _File) -> BlockKeys:
+    """Three layers of gated DeltaNet, then one of attention."""
+    interval = file.count("inhomogeneous_layer_cycle_interval", 4)
+    settings = {
+        "layer_pattern": _cycled(
+            "D" * (interval - 1) + "G", file.count("base_num_decoder_layers", 16)
+        ),
+        "layer_kinds": {"D": {"mixer": "gated_delta_net"}, "G": {"mixer": "attention"}},
+    }
+    return BlockKeys(settings, ("inhomogeneous_layer_cycle_interval",))
+
+
+# What MaxText's files of Qwen3.5 say of images, and of positions of their rows and columns.
+_OF_IMAGES = (
+    "vision_encoder_block",
+    "image_size_for_vit",
+    "hidden_size_for_vit",
+    "intermediate_size_for_vit",
+    "num_attention_heads_for_vit",
+    "num_hidden_layers_for_vit",
+    "num_channels_for_vit",
+    "patch_size_for_vit",
+    "temporal_patch_size_for_vit",
+    "spatial_merge_size_for_vit",
+    "out_hidden_size_for_vit",
+    "num_position_embeddings_for_vit",
+    "deepstack_visual_indexes_for_vit",
+    "rope_theta_for_vit",
+    "use_mrope",
+    "mrope_section",
+)
+
+
+def _qwen3_5(file: _File) -> BlockKeys:
+    """The text model of Qwen3.5 with experts; a text has the same positions in MaxText."""
+    if file.has("weight_block_size"):
+        return _refused("qwen3_5_fp8")
+    settings, read = _qwen3_next(file)
+    return BlockKeys(
+        {"decoder_block": "qwen3_5_moe", **settings}, ("decoder_block", *read, *_OF_IMAGES)
+    )
+
+
 def _qwen2(file: _File) -> BlockKeys:
     return BlockKeys({"qkv_bias": file.switch("attention_bias", False)}, ("attention_bias",))
 
@@ -212,6 +255,8 @@ _BLOCKS: dict[str, tuple[str, Callable[[_File], BlockKeys]]] = {
     "gpt_oss": ("inhomogeneous_layer_cycle_interval", _gpt_oss),
     "olmo3": ("inhomogeneous_layer_cycle_interval", _olmo3),
     "qwen2": ("attention_bias", _qwen2),
+    "qwen3_5": ("inhomogeneous_layer_cycle_interval", _qwen3_5),
+    "qwen3_next": ("inhomogeneous_layer_cycle_interval", _qwen3_next),
 }
 
 

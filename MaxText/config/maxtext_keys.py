@@ -51,7 +51,7 @@ class KeyMapping(NamedTuple):
     why: str = ""
 
     @property
-    def value(self) -> Any:
+    def value(self) -> values.UntypedValue:
         """The value of our key, before its type is checked."""
         return values.from_text(self.text)
 
@@ -107,7 +107,7 @@ _OFF = (None, False, 0.0, (), {})
 _MIN_ABSENT_KEYS = 100
 
 
-def find_mapping(name: str, value: Any) -> KeyMapping | None:
+def find_mapping(name: str, value: values.UntypedValue) -> KeyMapping | None:
     """Returns what another program's `name=value` means here; None if nothing is known of it.
 
     Args:
@@ -138,7 +138,7 @@ def _accepted_family(name: str) -> UnsupportedKey | None:
     return None
 
 
-def _canonical(value: Any) -> Any:
+def _canonical(value: values.UntypedValue) -> values.TypedValue:
     """Returns a value as YAML 1.1 and Python would read it, so that spellings compare equal."""
     if isinstance(value, list | tuple):
         return tuple(map(_canonical, value))
@@ -155,7 +155,7 @@ def _canonical(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: values.TypedValue) -> bool:
     """Returns whether a canonical value, or every entry of it, switches a feature off."""
     if isinstance(value, dict):
         return all(map(_is_off, value.values()))
@@ -174,7 +174,7 @@ def maxtext_defaults() -> dict[str, list[Any]]:
     }
 
 
-def is_maxtext_default(name: str, value: Any) -> bool:
+def is_maxtext_default(name: str, value: values.UntypedValue) -> bool:
     """Returns whether a value of MaxText's key `name` is the default of one of its versions."""
     defaults = maxtext_defaults().get(name, [])
     if name == "logical_axis_rules":

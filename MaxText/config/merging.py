@@ -50,7 +50,7 @@ class MergedSettings(NamedTuple):
         is_default = self.typed[name] == all_keys()[name].default
         return self.origins[name].source in SET_BY_USER and not is_default
 
-    def set_derived(self, name: str, value: Any, note: str) -> None:
+    def set_derived(self, name: str, value: values.TypedValue, note: str) -> None:
         """Sets a key to what follows from others.
 
         Args:
@@ -112,7 +112,7 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
     return merged
 
 
-def _typed(setting: Setting, key: Key) -> Any:
+def _typed(setting: Setting, key: Key) -> values.TypedValue:
     """Returns the value of a setting in its key's type, or raises values.InvalidValueError."""
     if key.name == import_modules.KEY:
         return import_modules.names_in(setting)
@@ -124,7 +124,7 @@ def _typed(setting: Setting, key: Key) -> Any:
     return converted_value(value, key)
 
 
-def converted_value(value: Any, key: Key) -> Any:
+def converted_value(value: values.UntypedValue, key: Key) -> values.TypedValue:
     """Converts a value to a key's type, or raises values.InvalidValueError."""
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_serializer, model_validator
 
 from MaxText.config.keys import Section
-from MaxText.config.registry import KINDS, Registration, registration_of, registrations
+from MaxText.config.registry import KINDS, PartTarget, Registration, registration_of, registrations
 
 
 class Parts(Section):
@@ -28,7 +28,7 @@ class Parts(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_names(cls, values: Any) -> Any:
+    def _from_names(cls, values: object) -> object:
         """Converts {"kind.part": {key: value}} to the tuple of sections."""
         if not isinstance(values, dict) or "sections" in values:
             return values
@@ -50,7 +50,7 @@ class Parts(Section):
                 return self._section_of(part)
         raise KeyError(section_name)
 
-    def of(self, target: Any) -> Section | None:
+    def of(self, target: PartTarget) -> Section | None:
         """Returns the keys of a part by its class or function, or None if it has none."""
         part = registration_of(target, self.with_keys())
         return None if part is None else self._section_of(part)

@@ -43,9 +43,9 @@ class _Option:
     """One declared option; see `option`. `name` is as typed: "from" of the field `from_`."""
 
     name: str
-    default: Any
+    default: values.TypedValue
     help: str
-    read: Callable[[str], Any]
+    read: Callable[[str], values.TypedValue]
     accepts: str
     metavar: str
     choices: tuple[str, ...]
@@ -123,7 +123,7 @@ def _declared(field: dataclasses.Field[Any]) -> _Option:
     return _Option(name=field.name.rstrip("_"), **settings)
 
 
-def _read_typed(text: str, annotation: Any) -> Any:
+def _read_typed(text: str, annotation: values.Annotation) -> values.TypedValue:
     """Returns the value of a text in a type; raises ValueError with a reason."""
     value = values.UntypedScalar(text) if annotation is str else values.from_text(text)
     return values.convert(value, annotation)
@@ -220,7 +220,7 @@ class _ValueReader:
         self.texts: dict[str, str] = {}  # by option, as typed
         self.problems: list[ConfigIssue] = []
 
-    def read(self, option: _Option, text: str) -> Any:
+    def read(self, option: _Option, text: str) -> values.TypedValue:
         """Returns the value of a text, or _INVALID."""
         if self.texts.get(option.name, text) != text and not option.repeated:
             name = option.name

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -36,6 +36,9 @@ KINDS = {
     "data_source": "dataset_type",
 }
 BUILT_IN = Path(__file__).parents[1] / "layers" / "built_in.yml"
+# A class or function that is registered as a part. Any, since each kind has a type of its own.
+PartTarget = Any
+Target = TypeVar("Target")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -58,7 +61,7 @@ class Registration:
 
     kind: str
     name: str
-    target: Any
+    target: PartTarget
     keys: type[Section] | None
     location: str
     is_unrolled: bool = False
@@ -86,13 +89,13 @@ class Registration:
         """Whether `problem` and `decodes` of its class count, not model_rules."""
         return not self.is_built_in or self.keys is not None
 
-    def is_of(self, target: Any) -> bool:
+    def is_of(self, target: PartTarget) -> bool:
         """Returns whether this is the registration of a class or function."""
         if self.is_built_in:
             return self.target == f"{target.__module__}:{target.__name__}"
         return self.target is target
 
-    def load(self) -> Any:
+    def load(self) -> PartTarget:
         """Returns the class or function; imports the module of a built-in part."""
         return pkgutil.resolve_name(self.target) if self.is_built_in else self.target
 
@@ -126,7 +129,9 @@ def _notify() -> None:
         forget_derived()
 
 
-def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Callable[[Any], Any]:
+def register(
+    kind: str, name: str, *, keys: type[Section] | None = None
+) -> Callable[[Target], Target]:
     """Registers a part; a decorator of its class or function.
 
     Args:
@@ -141,7 +146,7 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
     frame = sys._getframe(1)
     location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def add(target: Any) -> Any:
+    def add(target: Target) -> Target:
         if kind not in KINDS:
             raise RegistrationError(
                 f"{location}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
@@ -207,7 +212,7 @@ def registration(kind: str, name: str) -> Registration:
 
 
 def registration_of(
-    target: Any, among: Iterable[Registration] | None = None
+    target: PartTarget, among: Iterable[Registration] | None = None
 ) -> Registration | None:
     """Returns the registration of a function, or of a class or its nearest registered base.
 
@@ -223,7 +228,7 @@ def registration_of(
     return None
 
 
-def lookup(kind: str, name: str) -> Any:
+def lookup(kind: str, name: str) -> PartTarget:
     """Returns the class or function of a part; imports the module of a built-in one."""
     return registration(kind, name).load()
 

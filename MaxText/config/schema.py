@@ -83,8 +83,8 @@ class Key:
     name: str
     section: tuple[str, ...]
     title: str
-    annotation: Any
-    default: Any
+    annotation: values.Annotation
+    default: values.TypedValue
     owner: type[Section]
     short_help: str
     unit: str
@@ -101,7 +101,7 @@ class Key:
         """What the key does, in one line."""
         return self.short_help or field_docstrings(self.owner).get(self.field_name, "")
 
-    def convert(self, value: Any) -> Any:
+    def convert(self, value: values.UntypedValue) -> values.TypedValue:
         """Returns a value in the key's type and within its bounds.
 
         Raises:
@@ -130,7 +130,7 @@ class Key:
         return _choices(self.annotation)
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def _choices(annotation: values.Annotation) -> tuple[Any, ...]:
     type_arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return type_arguments
@@ -160,7 +160,9 @@ def _key(
     if not isinstance(facts, dict) or "unit" not in facts:
         raise RegistrationError(f"key {name!r} is not declared with key(...)")
     part_name = next((mark for mark in field.metadata if isinstance(mark, Name)), None)
-    annotation: Any = field.annotation if part_name is None else Literal[part_name.choices]
+    annotation: values.Annotation = (
+        field.annotation if part_name is None else Literal[part_name.choices]
+    )
     # The switch of a section has an effect on its own.
     inherited = {} if name in section_conditions else section_conditions
     only_if = _with_conditions(inherited, facts["only_if"])

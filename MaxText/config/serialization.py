@@ -15,7 +15,7 @@ from MaxText.config.schema import (
     keys_by_section,
 )
 from MaxText.config.sources import IMPORTED
-from MaxText.config.values import to_yaml
+from MaxText.config.values import TypedValue, to_yaml
 from MaxText.errors import UserError
 
 _LINE = 100
@@ -76,7 +76,7 @@ def check_recorded(recorded: Mapping[str, Any], owner: str) -> None:
         )
 
 
-def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
+def entry_lines(name: str, value: TypedValue, comment: str = "") -> list[str]:
     """Returns the YAML lines of one key; long items take a line each."""
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""

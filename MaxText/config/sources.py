@@ -582,7 +582,7 @@ def _under_our_name(setting: Setting, notices: list[str]) -> Setting | None:
 def _without_foreign_rules(rules: list[Any]) -> tuple[list[Any], int]:
     """Drops MaxText's default rules of names and axes that are not here; returns their number."""
 
-    def is_foreign(rule: Any) -> bool:
+    def is_foreign(rule: values.UntypedValue) -> bool:
         if not is_maxtext_default("logical_axis_rules", [rule]):
             return False
         try:

@@ -63,6 +63,15 @@ _PLAIN_TAGS = {
 }
 
 
+# A value whose type is not known yet: UntypedScalar, str, lists and dicts of them; Python's callers
+# give any value.
+UntypedValue = Any
+# A value in the type of its key.
+TypedValue = Any
+# A type as pydantic takes it: a class, a Literal, a union, Annotated.
+Annotation = Any
+
+
 class UntypedScalar(str):
     """Text of an unquoted scalar of undecided type."""
 
@@ -101,7 +110,7 @@ def compose(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=_LOADER)
 
 
-def from_node(node: yaml.Node) -> Any:
+def from_node(node: yaml.Node) -> UntypedValue:
     """Returns a YAML node as UntypedScalar, str, lists and dicts of these.
 
     Raises:
@@ -110,7 +119,7 @@ def from_node(node: yaml.Node) -> Any:
     items = 0
     characters = 0
 
-    def read(node: yaml.Node, depth: int) -> Any:
+    def read(node: yaml.Node, depth: int) -> UntypedValue:
         """Converts a node and all below it, and counts them: an alias counts each time."""
         nonlocal items, characters
         items += 1
@@ -140,7 +149,7 @@ def from_node(node: yaml.Node) -> Any:
     return read(node, 0)
 
 
-def from_text(text: str) -> Any:
+def from_text(text: str) -> UntypedValue:
     """Parses the text of `key=<text>`, before its type is known.
 
     The empty text is the empty string, not null. Text that is not YAML (a glob, a sentence with a
@@ -161,7 +170,9 @@ def from_text(text: str) -> Any:
     return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else UntypedScalar(text)
 
 
-def convert(value: Any, annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
+def convert(
+    value: UntypedValue, annotation: Annotation, constraints: tuple[Any, ...] = ()
+) -> TypedValue:
     """Returns a value in a type, converted and checked by pydantic.
 
     Args:
@@ -214,7 +225,7 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _adapter(annotation: Any, constraints: tuple[Any, ...]) -> TypeAdapter[Any]:
+def _adapter(annotation: Annotation, constraints: tuple[Any, ...]) -> TypeAdapter[Any]:
     """Returns the validator of a type.
 
     One takes 0.2 ms to make. Keys of the same type share it, and a type of which no key is set has
@@ -223,7 +234,7 @@ def _adapter(annotation: Any, constraints: tuple[Any, ...]) -> TypeAdapter[Any]:
     return TypeAdapter(_readable(annotation, constraints))
 
 
-def _readable(annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
+def _readable(annotation: Annotation, constraints: tuple[Any, ...] = ()) -> Annotation:
     """Returns a type with validators that read YAML's untyped scalars before pydantic checks it.
 
     bool, int, float, str and tuple are strict: the readers alone decide which text is a number. To
@@ -236,7 +247,7 @@ def _readable(annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
     if annotation in (Ellipsis, types.NoneType):
         return annotation
     field = FieldInfo.from_annotation(annotation)
-    kind: Any = field.annotation
+    kind: Annotation = field.annotation
     constraints = (*field.metadata, *constraints)
     origin = get_origin(kind)
     parts = get_args(kind)
@@ -253,7 +264,7 @@ def _readable(annotation: Any, constraints: tuple[Any, ...] = ()) -> Any:
     return Annotated[kind, *constraints, *readers]
 
 
-def _union_readers(union: Any) -> tuple[Any, ...]:
+def _union_readers(union: Annotation) -> tuple[Any, ...]:
     """Returns the validators of a union: the first alternative that fits counts."""
     parts = get_args(union)
     readers: list[Any] = []
@@ -266,7 +277,9 @@ def _union_readers(union: Any) -> tuple[Any, ...]:
     return tuple(readers)
 
 
-def _with_one_error(value: Any, validate: ValidatorFunctionWrapHandler, *, expected: str) -> Any:
+def _with_one_error(
+    value: UntypedValue, validate: ValidatorFunctionWrapHandler, *, expected: str
+) -> UntypedValue:
     """Validates a value of a union; an error names all alternatives, not what each lacks."""
     try:
         return validate(value)
@@ -274,27 +287,27 @@ def _with_one_error(value: Any, validate: ValidatorFunctionWrapHandler, *, expec
         raise ValueError(f"is not {expected}") from None
 
 
-def _read_choice(value: Any, *, choices: tuple[Any, ...]) -> Any:
+def _read_choice(value: UntypedValue, *, choices: tuple[Any, ...]) -> UntypedValue:
     """Returns a choice as plain text. Null is the choice that stands for nothing."""
     if is_null(value):
         return next((nothing for nothing in ("none", "") if nothing in choices), value)
     return str(value) if isinstance(value, str) else value
 
 
-def _read_list(value: Any) -> Any:
+def _read_list(value: UntypedValue) -> UntypedValue:
     """Returns a list as a tuple. Null and the empty text are the empty list."""
     if is_null(value) or value == "":
         return ()
     return tuple(value) if isinstance(value, list) else value
 
 
-def _read_bool(value: Any) -> Any:
+def _read_bool(value: UntypedValue) -> UntypedValue:
     if isinstance(value, UntypedScalar) and value.lower() in _TRUE | _FALSE:
         return value.lower() in _TRUE
     return value
 
 
-def _read_int(value: Any) -> Any:
+def _read_int(value: UntypedValue) -> UntypedValue:
     """Returns the integer that a text or a float is, such as 1_000, 1e3 or 3.0."""
     number = _read_float(value)
     if isinstance(value, UntypedScalar):
@@ -307,7 +320,7 @@ def _read_int(value: Any) -> Any:
     return number
 
 
-def _read_float(value: Any) -> Any:
+def _read_float(value: UntypedValue) -> UntypedValue:
     if isinstance(value, UntypedScalar):
         with contextlib.suppress(ValueError):
             number = float(value)
@@ -316,14 +329,14 @@ def _read_float(value: Any) -> Any:
     return value
 
 
-def _read_str(value: Any) -> Any:
+def _read_str(value: UntypedValue) -> UntypedValue:
     """Returns text. Null is the empty text."""
     if isinstance(value, str) and "\0" in value:
         raise ValueError(_REASONS["string_unicode"])
     return "" if is_null(value) else value
 
 
-def _read_other(value: Any) -> Any:
+def _read_other(value: UntypedValue) -> UntypedValue:
     """Returns text without its mark, which would reach a key of type Any."""
     return str(value) if isinstance(value, UntypedScalar) else value
 
@@ -336,12 +349,12 @@ _READERS = {
 }
 
 
-def is_null(value: Any) -> bool:
+def is_null(value: object) -> bool:
     """Returns whether a value is null, none, ~ or an empty YAML value."""
     return value is None or (isinstance(value, UntypedScalar) and value.lower() in _NULL)
 
 
-def type_name(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+def type_name(annotation: Annotation, constraints: Iterable[Any] = ()) -> str:
     """Returns a type in words, for example "an integer or null, >= 1".
 
     Args:
@@ -364,7 +377,7 @@ def type_name(annotation: Any, constraints: Iterable[Any] = ()) -> str:
     return f"{name}, {bounds}" if bounds else name
 
 
-def _plain_type_name(annotation: Any, origin: Any, parts: tuple[Any, ...]) -> str:
+def _plain_type_name(annotation: Annotation, origin: Annotation, parts: tuple[Any, ...]) -> str:
     """Returns a type that is no union in words, without bounds."""
     if origin is Literal:
         return "one of " + ", ".join(choice or '"" (empty)' for choice in parts)
@@ -408,12 +421,12 @@ def format_bound(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """Returns a value for messages: text in quotes, all else as YAML."""
     return repr(str(value)) if isinstance(value, str) else to_yaml(value)
 
 
-def to_yaml(value: Any) -> str:
+def to_yaml(value: TypedValue) -> str:
     """Returns flow YAML, readable by `convert`."""
     if value is None:
         return "null"

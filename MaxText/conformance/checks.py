@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from MaxText.conformance import model_checks, source_checks, training_checks
+from MaxText.conformance.source_checks import SourceSubject
+from MaxText.conformance.subject import Subject
 from MaxText.errors import first_line, raising_line
 
 
@@ -123,7 +125,7 @@ class Problem(NamedTuple):
     remedy: str
 
 
-def find_problem(check: Check, subject: Any, file: str = "") -> Problem | None:
+def find_problem(check: Check, subject: Subject | SourceSubject, file: str = "") -> Problem | None:
     """Returns the problem of a subject; an exception counts as one.
 
     An exception does not come from what the check is about: most checks run the same program. So

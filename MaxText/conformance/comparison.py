@@ -8,24 +8,28 @@ import jax
 import numpy as np
 
 from MaxText.checkpointing.compatibility import leaf_path
+from MaxText.value_types import PyTree
 
 FLOAT32_ROUNDING = 2.0**-24  # relative
 
 
-def arrays_by_name(tree: Any) -> dict[str, np.ndarray]:
+def arrays_by_name(tree: PyTree) -> dict[str, np.ndarray]:
     """Returns the leaves of a tree by their path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {leaf_path(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def pair_arrays(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+def pair_arrays(tree: PyTree, other: PyTree) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Yields the name and both leaves for each leaf of a tree and the same one of another."""
     other_arrays = arrays_by_name(other)
     return ((name, leaf, other_arrays[name]) for name, leaf in arrays_by_name(tree).items())
 
 
 def describe_difference(
-    actual_results: Any, expected_results: Any, loss_tolerance: float, gradient_tolerance: float
+    actual_results: PyTree,
+    expected_results: PyTree,
+    loss_tolerance: float,
+    gradient_tolerance: float,
 ) -> str | None:
     """Describes the first relative error above its bound; None if there is none.
 

@@ -22,6 +22,7 @@ from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.model_objective import read_frozen_params
 from MaxText.training.objective import loss_sums, loss_totals
+from MaxText.value_types import PyTree
 
 LENGTH = 12
 
@@ -151,7 +152,7 @@ class Subject:
         )
         return sums.minimized(loss_totals(model, batch))
 
-    def _program(self, params: Params) -> Any:
+    def _program(self, params: Params) -> PyTree:
         """Returns both models' losses with gradients, logits of `variants`, and decoded logits."""
 
         def loss(params, model):

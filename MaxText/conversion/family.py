@@ -27,12 +27,23 @@ import yaml
 
 from MaxText.config.config_files import DECODER_BLOCKS
 from MaxText.config.schema import all_keys, flatten, unflatten
+from MaxText.config.values import TypedValue
 from MaxText.conversion.layer_table import LayerTable
 from MaxText.conversion.rotary_config import RotaryDefaults
+from MaxText.value_types import JsonObject, JsonValue
 
 REQUIRED = object()
 OMITTED = object()  # what a setting writes that config.json does not need
-Computed = Callable[[Mapping[str, Any]], Any]  # a value from those of other keys
+
+HFConfig = Mapping[str, JsonValue]  # a config.json
+HFValue = JsonValue  # of a key of config.json, or REQUIRED or OMITTED
+KeyValues = Mapping[str, TypedValue]  # values of our keys
+# Pairs of a value of config.json and the value here.
+ValuePairs = tuple[tuple[HFValue, TypedValue], ...]
+# A value from those of other keys: of a config.json, or of ours.
+Computed = Callable[[Mapping[str, Any]], Any]
+# A default: a value, a function of a config.json, or REQUIRED.
+Default = HFValue | Computed
 
 # config.json key that carries the length requested by the user.
 REQUESTED_LENGTH = "requested max_target_length"
@@ -343,22 +354,22 @@ class ConfigMapping:
     keys: tuple[str, ...] = ()
     # value in transformers if config.json omits the key or has null, or a function of config.json;
     # REQUIRED if there is none
-    default: Any = REQUIRED
+    default: Default = REQUIRED
     # (Hugging Face value, our value) pairs; None if they are equal. Of equivalent Hugging Face
     # values the first is written.
-    values: tuple[tuple[Any, Any], ...] | None = None
+    values: ValuePairs | None = None
     is_written: bool = True  # whether config.json gets it
     is_computed: bool = False  # whether any value but the default contradicts other keys
-    unset: Any = REQUIRED  # a Hugging Face value equivalent to an absent key
+    unset: HFValue = REQUIRED  # a Hugging Face value equivalent to an absent key
     hint: str = ""  # added to the message about a value that cannot be imported
     # config.json -> a value that our keys have anyway, so that an import omits them
-    implied: Any = REQUIRED
+    implied: TypedValue | Computed = REQUIRED
     # value of a null in config.json, or a function of config.json; REQUIRED if it means an absent
     # key
-    null: Any = REQUIRED
+    null: Default = REQUIRED
     kinds: tuple[str, ...] = ()  # of the layers that it is for (Family.layers); empty: all
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
-    read: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    read: Callable[[HFValue, HFConfig], TypedValue] | None = None
     # our keys -> Hugging Face value, REQUIRED or OMITTED
     write: Computed | None = None
 
@@ -367,14 +378,14 @@ class ConfigMapping:
         """The key written to config.json."""
         return self.hf_names[0]
 
-    def to_key_value(self, value: Any, config: Mapping[str, Any]) -> Any:
+    def to_key_value(self, value: HFValue, config: HFConfig) -> TypedValue:
         """Converts a Hugging Face value; REQUIRED if impossible."""
         if self.read is not None:
             return self.read(value, config)
         pairs = ((value, value),) if self.values is None else self.values
         return next((key for hf, key in pairs if hf == value), REQUIRED)
 
-    def to_hf_value(self, values: Mapping[str, Any]) -> Any:
+    def to_hf_value(self, values: KeyValues) -> HFValue:
         """Converts our keys to the Hugging Face value; REQUIRED if impossible."""
         if self.write is not None:
             return self.write(values)
@@ -383,7 +394,7 @@ class ConfigMapping:
         return next((hf for hf, key in pairs if key == value), REQUIRED)
 
 
-def evaluate(value: Any, config: Mapping[str, Any]) -> Any:
+def evaluate(value: Default, config: HFConfig) -> HFValue:
     """Returns a default, computed from a config.json if it is a function."""
     try:
         return value(config) if callable(value) else value
@@ -392,7 +403,11 @@ def evaluate(value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def mapped(
-    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, **fields: Any
+    hf_names: str,
+    keys: str,
+    default: Default = REQUIRED,
+    values: ValuePairs | None = None,
+    **fields: Any,
 ) -> ConfigMapping:
     """Returns a setting common to both sides.
 
@@ -412,7 +427,7 @@ def mapped(
     )
 
 
-def supported(hf_name: str, *values: Any, hint: str = "", **fields: Any) -> ConfigMapping:
+def supported(hf_name: str, *values: HFValue, hint: str = "", **fields: Any) -> ConfigMapping:
     """Returns a setting without a key here: supported values, default first."""
     pairs = tuple((value, None) for value in values)
     return ConfigMapping(
@@ -425,7 +440,9 @@ def supported(hf_name: str, *values: Any, hint: str = "", **fields: Any) -> Conf
     )
 
 
-def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = "") -> ConfigMapping:
+def constant(
+    hf_name: str, *values: HFValue, default: Default = REQUIRED, hint: str = ""
+) -> ConfigMapping:
     """Returns a setting of a fixed part; its first value is written."""
     pairs = tuple((value, None) for value in values)
     return ConfigMapping(hf_names=(hf_name,), default=default, values=pairs, hint=hint)
@@ -450,7 +467,7 @@ def family_default(key: str, value: Computed) -> ConfigMapping:
     )
 
 
-def write_only(hf_name: str, key: str, value: Computed, unset: Any = REQUIRED) -> ConfigMapping:
+def write_only(hf_name: str, key: str, value: Computed, unset: HFValue = REQUIRED) -> ConfigMapping:
     """Returns a setting derived from others but written nevertheless."""
     return ConfigMapping(
         hf_names=(hf_name,), keys=(key,), default=value, is_computed=True, unset=unset
@@ -510,10 +527,10 @@ class PredictionLayers:
     most: int | None = None  # depths that the format has names for; None for any number
 
 
-ConfigChange = Callable[[dict[str, Any]], dict[str, Any]]
+ConfigChange = Callable[[JsonObject], JsonObject]
 
 
-def _unchanged(config: dict[str, Any]) -> dict[str, Any]:
+def _unchanged(config: JsonObject) -> JsonObject:
     return config
 
 
@@ -549,6 +566,7 @@ class Family:
     write_config: ConfigChange = _unchanged
     # model_type of multimodal models whose text part is such a model; only read
     wrappers: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()  # of the same model outside transformers; only read
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
@@ -652,18 +670,18 @@ def _choices(decoder_block: str) -> dict[str, Any]:
 BOOLEANS = ((True, True), (False, False))
 
 
-def whole_number(value: Any, *, at_least: int) -> Any:
+def whole_number(value: HFValue, *, at_least: int) -> TypedValue:
     """Returns a value of config.json that is an integer of at least a bound, else REQUIRED."""
     return value if type(value) is int and value >= at_least else REQUIRED
 
 
-def positive_number(value: Any) -> Any:
+def positive_number(value: HFValue) -> TypedValue:
     """Returns a value of config.json that is a number above 0 as a float, else REQUIRED."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and value > 0 else REQUIRED
 
 
-def read_positive_number(value: Any, config: Mapping[str, Any]) -> Any:
+def read_positive_number(value: HFValue, config: HFConfig) -> TypedValue:
     """Returns a number above 0, for settings that `values` cannot express."""
     return positive_number(value)
 
@@ -671,7 +689,7 @@ def read_positive_number(value: Any, config: Mapping[str, Any]) -> Any:
 def soft_cap(name: str, key: str, default: float | None) -> ConfigMapping:
     """Returns the setting of a soft cap, which null turns off; 0 does here."""
 
-    def read(value: Any, config: Mapping[str, Any]) -> Any:
+    def read(value: HFValue, config: HFConfig) -> TypedValue:
         return 0.0 if value is None else positive_number(value)
 
     return ConfigMapping(

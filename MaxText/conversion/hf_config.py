@@ -10,6 +10,7 @@ from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
+from MaxText.config.values import TypedValue
 from MaxText.conversion import layer_table, rotary_config
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import (
@@ -18,6 +19,9 @@ from MaxText.conversion.family import (
     REQUIRED,
     ConfigMapping,
     Family,
+    HFConfig,
+    HFValue,
+    KeyValues,
     evaluate,
 )
 from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
@@ -36,7 +40,7 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 }
 
 
-def text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_model(config: HFConfig) -> Mapping[str, Any]:
     """Returns the config.json of the text model in that of a multimodal one; others as they are."""
     family = _wrapped_family(config)
     if family is None:
@@ -52,7 +56,7 @@ def text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _wrapped_family(config: Mapping[str, Any]) -> Family | None:
+def _wrapped_family(config: HFConfig) -> Family | None:
     """Returns the family of the text model in a multimodal model; None for other models."""
     wrapper = config.get("model_type")
     families = [family for family in FAMILIES.values() if wrapper in family.wrappers]
@@ -63,19 +67,22 @@ def _wrapped_family(config: Mapping[str, Any]) -> Family | None:
     return next(iter(wrapped), None)
 
 
-def lookup_family(config: Mapping[str, Any]) -> Family | None:
+def lookup_family(config: HFConfig) -> Family | None:
     """Returns the family named in a config.json; None if unknown."""
     config = text_model(config)
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
+    for family in FAMILIES.values():
+        if model_type in family.other_model_types:
+            return family
     # Classes outside transformers may have any model_type, or none.
     own_classes = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in own_classes if architectures == [family.architecture]), None)
 
 
-def resolve_family(config: Mapping[str, Any], source: str) -> Family:
+def resolve_family(config: HFConfig, source: str) -> Family:
     """Returns the family named in a config.json.
 
     Args:
@@ -96,7 +103,7 @@ def resolve_family(config: Mapping[str, Any], source: str) -> Family:
 
 
 def config_from_hf(
-    family: Family, config: Mapping[str, Any], source: str, user_keys: Mapping[str, Any]
+    family: Family, config: HFConfig, source: str, user_keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns our keys for the model of a config.json.
 
@@ -191,7 +198,7 @@ def _read_setting(
     return problem, callable(setting.default) and is_default
 
 
-def _value_of(setting: ConfigMapping, config: Mapping[str, Any]) -> tuple[Any, bool]:
+def _value_of(setting: ConfigMapping, config: HFConfig) -> tuple[Any, bool]:
     """Returns the value of a setting in a config.json, and whether that is its default."""
     hf_values = [config[name] for name in setting.hf_names if name in config]
     hf_values = [value for value in hf_values if value != setting.unset]
@@ -202,7 +209,7 @@ def _value_of(setting: ConfigMapping, config: Mapping[str, Any]) -> tuple[Any, b
     return hf_values[-1], False
 
 
-def _in_names_of(config: Mapping[str, Any], name: str, problem: str) -> str:
+def _in_names_of(config: HFConfig, name: str, problem: str) -> str:
     """Returns a problem with a rotary parameter, by the name that it has in an older config.json.
 
     Args:
@@ -217,7 +224,7 @@ def _in_names_of(config: Mapping[str, Any], name: str, problem: str) -> str:
     return problem.replace(name, shown)
 
 
-def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _registered_part_keys(config: HFConfig, source: str) -> Mapping[str, Any]:
     """Returns keys of the model and of parts stored in a config.json.
 
     Refuses others: `import_modules`, for example, would run code that the user did not name.
@@ -237,7 +244,9 @@ def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str
     return part_keys
 
 
-def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping[str, Any]) -> str:
+def _problem(
+    setting: ConfigMapping, value: HFValue, converted: TypedValue, config: HFConfig
+) -> str:
     """Returns why a value of a config.json cannot be imported; empty if it can.
 
     Args:
@@ -270,7 +279,7 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     return ""
 
 
-def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
+def _flattened(config: HFConfig, family: Family, source: str) -> dict[str, Any]:
     """Returns a config.json without nulls, with rotary parameters as keys.
 
     Nulls that do not mean an absent key stay (`ConfigMapping.null`).
@@ -289,13 +298,13 @@ def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[s
     return plain
 
 
-def _is_relevant(setting: ConfigMapping, values: Mapping[str, Any]) -> bool:
+def _is_relevant(setting: ConfigMapping, values: KeyValues) -> bool:
     """Returns whether any key of a setting has an effect in a configuration."""
     schema = all_keys()
     return not setting.keys or any(_has_effect(schema[name], values) for name in setting.keys)
 
 
-def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+def drop_unused_keys(values: KeyValues, names: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `names` without keys that other keys disable: a configuration refuses those.
 
     Args:
@@ -311,7 +320,7 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
     }
 
 
-def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
+def model_keys(values: KeyValues, chosen: Collection[str] | None = None) -> dict[str, Any]:
     """Returns the keys of the section `model` that have an effect.
 
     Args:
@@ -323,7 +332,7 @@ def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None)
     return drop_unused_keys(values, {name: values[name] for name in names})
 
 
-def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
+def _has_effect(key: Key, values: KeyValues) -> bool:
     """Returns whether all conditions of a key hold in a configuration."""
     schema = all_keys()
 
@@ -542,7 +551,7 @@ def _written(family: Family, views: Sequence[_View]) -> dict[str, Any]:
     return result
 
 
-def _shown(value: Any) -> str:
+def _shown(value: HFValue) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 

@@ -331,6 +331,7 @@ def _linear(spec: ParamSpec) -> tuple[str, str]:
 
 
 _TIED = "tie_word_embeddings"
+_QUANTIZED = "quantization_config"
 
 
 class HFWeights(WeightSource):
@@ -457,9 +458,19 @@ class HFWeights(WeightSource):
             },
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
-            f"Check that {CONFIG} and the tensors belong together.",
+            self._advice,
         )
         return {name: file_names[candidates] for name, candidates in names.items()}
+
+    @property
+    def _advice(self) -> str:
+        """Returns what to do if the tensors are not those of config.json."""
+        if not self.config_json.get(_QUANTIZED):
+            return f"Check that {CONFIG} and the tensors belong together."
+        return (
+            f"{CONFIG} has {_QUANTIZED}, and quantized weights are not read: load them in "
+            "transformers with dequantize=True, and save the result."
+        )
 
     def _text_names(self) -> dict[str, str]:
         """Returns the names in the files of the text model's tensors; notes those skipped."""

@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_reader import OBJECTIVE, CheckpointReader
-from MaxText.checkpointing.compatibility import PyTree
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 from MaxText.conversion.hf_import import open_hf_weights
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
+from MaxText.value_types import PyTree
 
 Log = Callable[[str], None]
 
@@ -109,7 +110,7 @@ def _open_hf(
         ) from None
     compatibility.log_casts(casts, log)
 
-    def read_param(tree_path: Any, param_spec: jax.ShapeDtypeStruct) -> jax.Array:
+    def read_param(tree_path: KeyPath, param_spec: jax.ShapeDtypeStruct) -> jax.Array:
         # Only one array at a time is on the host; each device takes its shard.
         array = weights.read("/".join(entry.key for entry in tree_path))
         sharding = param_spec.sharding

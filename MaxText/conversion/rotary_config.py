@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.value_types import JsonValue
 
 OBJECT = "rope_parameters"
 LENGTH = "max_position_embeddings"
@@ -49,7 +50,9 @@ class RotaryDefaults:
         return {_OLD_OBJECT, _ORIGINAL_LENGTH, *names}
 
 
-def flattened(config: Mapping[str, Any], defaults: RotaryDefaults, source: str) -> dict[str, Any]:
+def flattened(
+    config: Mapping[str, JsonValue], defaults: RotaryDefaults, source: str
+) -> dict[str, Any]:
     """Returns rotary parameters as keys such as "rope_parameters.rope_theta".
 
     With kinds of layers they are "rope_parameters.full_attention.rope_theta" and so on. Nulls are
@@ -84,7 +87,7 @@ def flattened(config: Mapping[str, Any], defaults: RotaryDefaults, source: str) 
     return flat
 
 
-def _parameters(config: Mapping[str, Any], defaults: RotaryDefaults) -> dict[str, Any]:
+def _parameters(config: Mapping[str, JsonValue], defaults: RotaryDefaults) -> dict[str, Any]:
     """Returns the object of all layers, with the older keys for what it does not say."""
     # With both, transformers uses the older name alone (PreTrainedConfig.__post_init__).
     parameters = dict(config.get(_OLD_OBJECT) or config.get(OBJECT) or defaults.parameters)
@@ -97,7 +100,7 @@ def _parameters(config: Mapping[str, Any], defaults: RotaryDefaults) -> dict[str
 
 
 def _parameters_by_kind(
-    config: Mapping[str, Any], defaults: RotaryDefaults, source: str
+    config: Mapping[str, JsonValue], defaults: RotaryDefaults, source: str
 ) -> dict[str, dict[str, Any]]:
     """Returns the object of each kind of layer."""
     objects_by_kind = config.get(OBJECT) or {}
@@ -120,7 +123,7 @@ def _parameters_by_kind(
 
 
 def _standardized(
-    parameters: dict[str, Any], config: Mapping[str, Any], defaults: RotaryDefaults
+    parameters: dict[str, Any], config: Mapping[str, JsonValue], defaults: RotaryDefaults
 ) -> dict[str, Any]:
     """Returns an object with the type and the original length that it means."""
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -147,7 +150,7 @@ def _standardized(
 
 
 def _with_stretched_base(
-    parameters: Mapping[str, Any], config: Mapping[str, Any]
+    parameters: Mapping[str, Any], config: Mapping[str, JsonValue]
 ) -> dict[str, Any]:
     """Returns parameters with the base that a fixed `alpha` means: NTK-aware scaling."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -155,6 +158,8 @@ def _with_stretched_base(
     return {_THETA: theta}
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...], default: Any) -> Any:
+def _first(
+    config: Mapping[str, JsonValue], names: tuple[str, ...], default: JsonValue
+) -> JsonValue:
     """Returns the value of the first of several keys that a config.json has."""
     return next((config[name] for name in names if config.get(name) is not None), default)

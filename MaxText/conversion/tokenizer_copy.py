@@ -3,13 +3,19 @@
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.determinism import deterministic_file, without_sampling
 from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json, read_text
 from MaxText.input_pipeline.tokenization.load_tokenizer import TRANSFORMERS_FILES
+from MaxText.value_types import JsonValue
+
+if TYPE_CHECKING:
+    import tokenizers
 
 RUN_FOLDER_NAME = "tokenizer"  # in a run folder, next to its checkpoints
 
@@ -31,7 +37,7 @@ def check_ids(folder: Path, vocab_size: int) -> None:
             )
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     text = read_text(path)
@@ -41,7 +47,9 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
 
 
-def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
+def copy_files(
+    source: Path, target: Path | epath.Path, possible: Iterable[str] = _FILES
+) -> list[str]:
     """Copies existing tokenizer files, also to remote folders; returns names.
 
     The copies encode without dropout and without sampling, as the tokenizers of this package do.
@@ -55,7 +63,7 @@ def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> l
     return names
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path | epath.Path, value: Mapping[str, JsonValue]) -> None:
     """Writes a JSON file as transformers does: indented, with characters outside ASCII."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -83,7 +91,7 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
     return sorted({*names, CONFIG_NAME}), ids
 
 
-def keep_tokenizer(source: Path, run_folder: Any) -> None:
+def keep_tokenizer(source: Path, run_folder: epath.Path) -> None:
     """Copies a dataset's tokenizer into a run, for use from any location.
 
     Its tokenizer_config.json records whether texts of the dataset begin with bos.

@@ -34,7 +34,7 @@ class WeightSource:
     """
 
     formats: dict[str, np.dtype]
-    description: Any = ""
+    description: object = ""
 
     def __init__(self, config: Config):
         self.config = config
@@ -46,7 +46,7 @@ class WeightSource:
 
 
 @contextlib.contextmanager
-def corruption_as_user_error(source: Any, key: str = "") -> Iterator[None]:
+def corruption_as_user_error(source: object, key: str = "") -> Iterator[None]:
     """Converts CheckpointCorruptedError to UserError.
 
     Args:
@@ -105,7 +105,7 @@ def check_arrays(
 _CHUNK = 1 << 20  # elements per call, so that temporaries stay small
 
 
-def require_finite(array: np.ndarray, name: str, source: Any) -> None:
+def require_finite(array: np.ndarray, name: str, source: object) -> None:
     """Refuses weights with NaN or infinity: nothing computed with them is a number.
 
     Args:

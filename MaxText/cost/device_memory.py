@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-from typing import Any
 
 import jax
 
@@ -11,13 +10,14 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import HOST_MEMORY
 from MaxText.training.assembly import TrainSetup
+from MaxText.value_types import Device, PyTree
 
 _GIB = 2**30
 _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
-def bytes_on_device(tree: Any) -> int:
+def bytes_on_device(tree: PyTree) -> int:
     """Returns bytes of sharded arrays on one device, without host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -61,7 +61,7 @@ def check_memory_lower_bound(
     )
 
 
-def device_memory_bytes(device: Any) -> int | None:
+def device_memory_bytes(device: Device) -> int | None:
     """Returns bytes of a device, or of a CPU device's host; None if unknown."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")

@@ -55,6 +55,7 @@ from MaxText.layers.part import Flops, Part
 from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
 from MaxText.training.model_objective import objective_class, objective_config, own_layers
 from MaxText.training.objective import abstract_loss_sums
+from MaxText.value_types import PyTree
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _AGGREGATION = "depth aggregation"
@@ -450,7 +451,7 @@ class ModelCost:
 
 
 def model_cost(
-    model: Model, *, sequence_length: int, optimizer_state: Any | None = None
+    model: Model, *, sequence_length: int, optimizer_state: PyTree | None = None
 ) -> ModelCost:
     """Returns the cost table of a model.
 

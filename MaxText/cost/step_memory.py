@@ -22,11 +22,13 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import ModelConfig
 from MaxText.cost.abstract_step import FakeDevice, Program, cached, cached_model
 from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, tiled_size, traced
-from MaxText.layers.batch import batch_shapes
+from MaxText.layers.batch import Batch, batch_shapes
+from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import Rules, axis_rules, split_axes
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.model_objective import abstract_frozen_params, frozen_models
 from MaxText.training.objective import loss_sums, loss_totals
+from MaxText.value_types import PyTree, TreeDef
 
 
 class LiveBuffer(NamedTuple):
@@ -139,7 +141,7 @@ def _size_of(platform: str) -> SizeOf:
     return tiled_size if platform == "tpu" else plain_size
 
 
-def _bytes(tree: Any, size_of: SizeOf) -> float:
+def _bytes(tree: PyTree, size_of: SizeOf) -> float:
     return sum(
         size_of(leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype).itemsize)
         for leaf in jax.tree.leaves(tree)
@@ -199,7 +201,7 @@ def _trace(
     model = cached_model(config)
     objective = config.objective
 
-    def loss(params: Any, batch: Any, frozen: Any) -> jax.Array:
+    def loss(params: Params, batch: Batch, frozen: dict[str, Params]) -> jax.Array:
         key = jax.random.key(0) if config.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True, frozen=frozen)
         return sums.minimized(loss_totals(model, batch))
@@ -275,7 +277,7 @@ def _update_bytes(program: Program) -> float:
 @cached
 def _bytes_of_update(
     optimizer: optax.GradientTransformation,
-    structure: Any,
+    structure: TreeDef,
     shards: tuple[tuple[tuple[int, ...], Any], ...],
     platform: str,
 ) -> float:

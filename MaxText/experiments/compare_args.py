@@ -13,6 +13,7 @@ from MaxText.config.keys import Count, Natural
 from MaxText.config.problems import ConfigIssue, close_matches
 from MaxText.config.program_options import option, read_options
 from MaxText.config.schema import all_keys, dotted
+from MaxText.config.values import UntypedValue
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
@@ -67,7 +68,7 @@ def _solve_for(text: str) -> tuple[str, ...]:
     return names
 
 
-def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
+def expand_sweep(sweep: UntypedValue) -> list[dict[str, Any]]:
     """Expands a sweep into a list of key-value mappings.
 
     A mapping of keys to lists is their product, with the last key varying fastest. A list of
@@ -123,7 +124,7 @@ class CompareOptions:
         read=_seeds,
         accepts="a number, or a list of seeds",
     )
-    sweep: Any = option(
+    sweep: UntypedValue = option(
         None,
         "{key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a YAML "
         "file as `sweep:`. `stages:` there is a chain of runs.",

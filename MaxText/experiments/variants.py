@@ -24,6 +24,7 @@ from MaxText.config import sources, values
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config, all_keys, dotted, flatten
+from MaxText.config.values import TypedValue, UntypedValue
 from MaxText.experiments.compare_args import (
     KEY_OF,
     SET_PER_RUN,
@@ -84,7 +85,7 @@ PREVIOUS = "the_stage_before"  # placeholder of that folder
 KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
-def read_stages(value: Any) -> list[dict[str, Any]]:
+def read_stages(value: UntypedValue) -> list[dict[str, Any]]:
     """Returns each stage's keys; InvalidValueError below two mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
         problem = f"{values.format_value(value)} is not a list of mappings"
@@ -304,7 +305,7 @@ def _load(request: CompareArgs, source: int, arguments: Mapping[str, str]) -> Co
         raise ConfigurationError(problems) from error
 
 
-def to_override(value: Any) -> str:
+def to_override(value: TypedValue) -> str:
     """Formats a sweep value as it would be typed after `key=`."""
     if isinstance(value, values.UntypedScalar):
         return str(value)

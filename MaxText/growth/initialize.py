@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import traverse_util
+from jax.tree_util import KeyPath
 
 from MaxText.checkpointing.compatibility import (
     ArraySpec,
-    PyTree,
     array_specs,
     leaf_path,
     mismatches,
@@ -19,6 +19,7 @@ from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
 from MaxText.layers.params import Params
 from MaxText.training.optimizer import BASE_TRANSFORM
+from MaxText.value_types import PyTree
 
 _SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam
 _OPT_STATE = "opt_state/"
@@ -37,7 +38,7 @@ def grow_params(growth: PendingGrowth, abstract_params: PyTree, fresh_params: Pa
         if not leaf.takes_fresh(growth.mode):
             fresh_by_name.pop(name).delete()
 
-    def grow_param(tree_path: Any, abstract_param: jax.ShapeDtypeStruct) -> jax.Array:
+    def grow_param(tree_path: KeyPath, abstract_param: jax.ShapeDtypeStruct) -> jax.Array:
         name = leaf_path(tree_path)
         fresh = fresh_by_name.pop(name, None)
         if name not in growth.plan.leaves:  # of an objective that the source does not have
@@ -71,7 +72,7 @@ def grow_opt_state(
     leaves = _moment_leaves(growth, array_specs(abstract_opt_state))
 
     def grow_moment(
-        tree_path: Any, abstract_moment: jax.ShapeDtypeStruct, fresh: jax.Array
+        tree_path: KeyPath, abstract_moment: jax.ShapeDtypeStruct, fresh: jax.Array
     ) -> jax.Array:
         name = leaf_path(tree_path)
         if name not in leaves:
@@ -168,7 +169,7 @@ def _grow_array(
 
     def shard_at(index: Index | None) -> np.ndarray:
         assert index is not None  # jax passes one for each device
-        fresh_shard: Any = 0.0
+        fresh_shard: jax.typing.ArrayLike = 0.0
         if isinstance(fresh, jax.Array):
             fresh_shard = next(
                 shard.data for shard in fresh.addressable_shards if shard.index == index

@@ -10,7 +10,7 @@ import json
 import platform
 import re
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from etils import epath
 
 from MaxText.hardware.chips import PEAK_TFLOPS, Hardware
 from MaxText.runtime.cores import num_cores
+from MaxText.value_types import Device
 
 _MEASURED_SIZE = 2048
 _MEASURED_RUNS = 2  # after one that warms up; 4 took a second of a start on two cores
@@ -38,7 +39,10 @@ class PeakFlops(NamedTuple):
 
 
 def peak_flops(
-    device: Any = None, *, cache_folder: str | None = None, beaten_by: float | None = None
+    device: Device = None,
+    *,
+    cache_folder: str | None = None,
+    beaten_by: float | None = None,
 ) -> PeakFlops:
     """Returns the peak of a device: from its data sheet, from the cache, or measured (0.3 s).
 
@@ -79,7 +83,7 @@ def peak_flops(
     return measured
 
 
-def _name_of(device: Any) -> str:
+def _name_of(device: Device) -> str:
     if device.platform != "cpu":
         return device.device_kind
     model = platform.processor() or platform.machine()
@@ -111,7 +115,7 @@ def peak_of(hardware: Hardware) -> PeakFlops:
     return measured._replace(tflops=measured.tflops / hardware.num_chips)
 
 
-def measure_peak(device: Any) -> PeakFlops:
+def measure_peak(device: Device) -> PeakFlops:
     """Measures a float32 matmul; devices that a CPU simulates share the result equally."""
     n = _MEASURED_SIZE
     x = jax.device_put(np.ones((n, n), np.float32), device)

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+# NumPy's on the host, jax's on devices, a jax.ShapeDtypeStruct before there are values.
+BatchArray = Any
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """A batch of sequences.
-
-    Its arrays are NumPy's on the host, jax arrays on devices, and shapes before there are values.
 
     Attributes:
       tokens_BT: int32 input ids.
@@ -26,11 +27,11 @@ class Batch:
         is a single document.
     """
 
-    tokens_BT: Any
-    targets_BT: Any
-    loss_mask_BT: Any
-    positions_BT: Any = None
-    segments_BT: Any = None
+    tokens_BT: BatchArray
+    targets_BT: BatchArray
+    loss_mask_BT: BatchArray
+    positions_BT: BatchArray = None
+    segments_BT: BatchArray = None
 
 
 def batch_shapes(batch_size: int, length: int, with_documents: bool) -> Batch:

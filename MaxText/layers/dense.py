@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.lowering.matmul import cpu_dot, pad_vocab
+from MaxText.layers.lowering.matmul import DotDims, cpu_dot, pad_vocab
 from MaxText.layers.params import Init, Initializer, Shape, param, zeros
 from MaxText.parallelism.logical_sharding import platform
 
@@ -192,10 +193,10 @@ def is_exact_on_cpu(precision: str | None, *operands: jax.Array) -> bool:
 def dot_in_double(  # noqa: PLR0917
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
     """jax.lax.dot_general of float32 arrays with products added up in float64.
 
@@ -216,7 +217,7 @@ def dot_in_double(  # noqa: PLR0917
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot_in_double(dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _dot_in_double(dims: DotDims, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Returns the float32 product of float32 arrays, summed in float64."""
     with jax.enable_x64(True):
         lhs, rhs = (jax.lax.convert_element_type(x, jnp.float64) for x in (lhs, rhs))
@@ -225,7 +226,9 @@ def _dot_in_double(dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return jax.lax.convert_element_type(product, jnp.float32)
 
 
-def _dot_in_double_backward(dims: Any, operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _dot_in_double_backward(
+    dims: DotDims, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of both operands, as products in float64."""
     lhs, rhs = operands
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
@@ -242,7 +245,7 @@ def _dot_in_double_backward(dims: Any, operands: Any, g: jax.Array) -> tuple[jax
 
 
 def _gradient_of_first(
-    dims: Any, first: jax.Array, second: jax.Array, g: jax.Array, from_second: tuple[int, ...]
+    dims: DotDims, first: jax.Array, second: jax.Array, g: jax.Array, from_second: tuple[int, ...]
 ) -> jax.Array:
     """Returns the gradient of one operand of a product.
 
@@ -273,11 +276,23 @@ def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | Non
 
 
 def einsum(
-    subscripts: str, a: jax.Array, b: jax.Array, precision: str | None, **options: Any
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    precision: str | None,
+    *,
+    preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """Returns jnp.einsum of two arrays; on CPU "highest" adds up in float64."""
     dot = dot_in_double if is_exact_on_cpu(precision, a, b) else jax.lax.dot_general
-    return jnp.einsum(subscripts, a, b, precision=precision, _dot_general=dot, **options)
+    return jnp.einsum(
+        subscripts,
+        a,
+        b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        _dot_general=dot,
+    )
 
 
 @register("projection", "dense")

@@ -4,7 +4,6 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup, register
 from MaxText.layers.dense import Dense, Embedding
-from MaxText.layers.part import Head, Init
+from MaxText.layers.part import DecodeState, Head, Init
 
 
 def head_and_layer(config: ModelConfig) -> tuple[type[Head], LayerConfig]:
@@ -45,7 +44,7 @@ class LinearHead(Head):
             )
 
     def __call__(
-        self, h_BTD: jax.Array, table: Embedding, state: Any, positions_BT: jax.Array
+        self, h_BTD: jax.Array, table: Embedding, state: DecodeState, positions_BT: jax.Array
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; see `Head.__call__`."""
         head = self.config

@@ -271,7 +271,7 @@ def capacity_of(states: object) -> int | None:
 def resize(states: States, capacity: int) -> States:
     """Returns decode states that grow with room for `capacity` tokens, the others as they are."""
 
-    def resize_node(node: Any) -> Any:
+    def resize_node(node: Any) -> Any:  # an array, or a state with `capacity`
         return node.resize(capacity) if _can_grow(node) else node
 
     return jax.tree.map(resize_node, states, is_leaf=_can_grow)

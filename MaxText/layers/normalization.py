@@ -6,7 +6,7 @@ that weight decay pulls the factor to 1 instead of 0.
 
 import functools
 import math
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ from MaxText.config.layer_sections import BlockConfig
 from MaxText.config.registry import register, registration
 from MaxText.layers.params import AbstractRngs, Init, constant, param, zeros
 from MaxText.layers.part_outputs import check_norm
+
+
+class Norm(Protocol):
+    """A module that normalizes the last dimension of an array."""
+
+    def __call__(self, x: jax.Array, /) -> jax.Array:
+        """Returns x normalized, in its dtype."""
+        ...
 
 
 class RMSNorm(nnx.Module):
@@ -186,7 +194,7 @@ def make_norm(
     *,
     parametric: bool = True,
     kind: str | None = None,
-) -> nnx.Module:
+) -> Norm:
     """Builds a norm of the residual stream; a custom one is checked abstractly.
 
     Args:

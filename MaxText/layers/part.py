@@ -24,8 +24,10 @@ from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext, MixerPositions
+from MaxText.layers.dense import Embedding
 from MaxText.layers.params import Init
 from MaxText.layers.part_scalars import Metric, Scalars, Statistic
+from MaxText.value_types import PyTree
 
 __all__ = [
     "Carry",
@@ -40,6 +42,7 @@ __all__ = [
     "LayerInputs",
     "Metric",
     "Mixer",
+    "MixerInput",
     "MixerPositions",
     "Nothing",
     "Part",
@@ -51,9 +54,14 @@ __all__ = [
     "tag",
 ]
 
+# Keys of a part: its own section, or else the model's configuration. Any, so that a part can name
+# the class of its own.
+PartConfig = Any
 LayerIndex = jax.Array | int
-Carry = Any  # a tree of arrays that a connection carries from layer to layer
-DecodeState = Any  # a tree of arrays that a mixer or head keeps while it generates
+# Input x_BTD of a mixer, or the inputs of its queries, keys and values.
+MixerInput = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
+Carry = PyTree  # a tree of arrays that a connection carries from layer to layer
+DecodeState = PyTree  # a tree of arrays that a mixer or head keeps while it generates
 
 
 class Flops(NamedTuple):
@@ -110,7 +118,7 @@ class Part(nnx.Module):
     rows: ClassVar[str | dict[str, str]] = {}
     not_recomputed: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: Any, init: Init, rngs: nnx.Rngs):
+    def __init__(self, config: PartConfig, init: Init, rngs: nnx.Rngs):
         """Declares weights.
 
         Args:
@@ -131,7 +139,7 @@ class Part(nnx.Module):
         return cls(cls.config_of(layer), init, rngs)
 
     @classmethod
-    def config_of(cls, layer: LayerConfig) -> Any:
+    def config_of(cls, layer: LayerConfig) -> PartConfig:
         """Returns the part's own keys in a layer, or else the model's.
 
         The keys of a part come without the model's. A part that needs both, such as a subclass of
@@ -141,7 +149,7 @@ class Part(nnx.Module):
         return layer.config if config is None else config
 
     @classmethod
-    def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
+    def problem(cls, config: PartConfig, dimensions: Dimensions) -> str | None:
         """Returns why keys or sizes are invalid, or None.
 
         Args:
@@ -154,7 +162,7 @@ class Part(nnx.Module):
         return None
 
     @classmethod
-    def flops(cls, config: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+    def flops(cls, config: PartConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs besides those of the weights, by row of the FLOPs table.
 
         Args:
@@ -176,7 +184,7 @@ class Part(nnx.Module):
 
     @classmethod
     def state_bytes(
-        cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
+        cls, config: PartConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of decode state per sequence: (per token, fixed).
 
@@ -203,7 +211,7 @@ class Mixer(Part):
     has_separate_inputs = False
     has_softmax: ClassVar[bool] = False
 
-    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: MixerInput, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns the output [B, T, D], and scalars by name: losses, metrics, statistics.
 
         Tokens may depend only on earlier tokens of the same segment.
@@ -214,7 +222,7 @@ class Mixer(Part):
         """
         raise NotImplementedError
 
-    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
+    def prefill(self, x_BTD: MixerInput, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output of right-padded prompts and the states after them.
 
         State that grows with tokens has room for `context.capacity` and can be enlarged: a
@@ -227,7 +235,7 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     def decode_step(
-        self, x_BTD: Any, state: DecodeState, context: ForwardContext
+        self, x_BTD: MixerInput, state: DecodeState, context: ForwardContext
     ) -> tuple[jax.Array, DecodeState]:
         """Returns the output of new tokens, and the new state.
 
@@ -394,7 +402,7 @@ class Head(Part):
     rows = "head"
 
     def __call__(
-        self, h_BTD: jax.Array, table: Any, state: DecodeState, positions_BT: jax.Array
+        self, h_BTD: jax.Array, table: Embedding, state: DecodeState, positions_BT: jax.Array
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
@@ -427,6 +435,6 @@ class Head(Part):
         return None
 
     @classmethod
-    def reads_table(cls, config: Any) -> bool:
+    def reads_table(cls, config: PartConfig) -> bool:
         """Returns whether its product with the token table counts as its own."""
         return False

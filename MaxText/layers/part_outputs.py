@@ -14,8 +14,10 @@ from MaxText.config.registry import registration_of
 from MaxText.errors import UserError
 from MaxText.layers.part import Connection, LayerInputs, Part, Position
 
+Returned = Any  # what a part returned: of any type until it is checked
 
-def describe(part: Any) -> str:
+
+def describe(part: Returned) -> str:
     """Names a part, its class or function, with the place where it was registered."""
     target = part if hasattr(part, "__name__") else type(part)
     registration = registration_of(target)
@@ -24,7 +26,7 @@ def describe(part: Any) -> str:
     return f"{registration.kind} {registration.name} ({registration.location})"
 
 
-def check(holds: bool, part: Any, method: str, returned: Any, expected: str) -> None:
+def check(holds: bool, part: Returned, method: str, returned: Returned, expected: str) -> None:
     """Raises a UserError about what a part returned, unless a condition holds.
 
     Args:
@@ -39,7 +41,7 @@ def check(holds: bool, part: Any, method: str, returned: Any, expected: str) -> 
         raise UserError(f"{caller} returned {text_of(returned)}, and has to return {expected}")
 
 
-def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
+def check_output(part: Part, method: str, output: Returned, x_BTD: jax.Array) -> Returned:
     """Returns the output of a mixer or feed-forward.
 
     Args:
@@ -60,15 +62,15 @@ def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
 
 
 def check_like(
-    part: Any, method: str, output: Any, reference: Any, *, any_dtype: bool = True
-) -> Any:
+    part: Returned, method: str, output: Returned, reference: Returned, *, any_dtype: bool = True
+) -> Returned:
     """Returns an array with the shape of another, and with its dtype unless `any_dtype`."""
     holds = _shape(output) == reference.shape and (any_dtype or output.dtype == reference.dtype)
     check(holds, part, method, output, text_of(reference))
     return output
 
 
-def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
+def check_embedding(part: Position, added: Returned, x_BTD: jax.Array) -> Returned:
     """Returns what a position encoding adds to the embedding x_BTD."""
     B, T, D = x_BTD.shape
     holds = added is None or _shape(added) in ((B, T, D), (1, T, D))
@@ -76,7 +78,7 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
     return added
 
 
-def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
+def check_for_mixers(part: Position, fields: Returned, positions_BT: jax.Array) -> Returned:
     """Returns the fields of ForwardContext that a position encoding sets."""
     T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N", "query_scale"}
@@ -95,7 +97,7 @@ def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> An
     return fields
 
 
-def _is_rotary_table(table: Any, length: int) -> bool:
+def _is_rotary_table(table: Returned, length: int) -> bool:
     """Returns whether it is (sin, cos), both [any, length, 1, any]."""
     if not is_pair(table):
         return False
@@ -103,7 +105,7 @@ def _is_rotary_table(table: Any, length: int) -> bool:
     return _shape(table[1]) == shape and len(shape) == 4 and shape[1:3] == (length, 1)
 
 
-def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
+def check_read(part: Connection, output: Returned, carry: Returned, emb_dim: int) -> Returned:
     """Returns (LayerInputs, carry) of `Connection.read`.
 
     Args:
@@ -121,7 +123,7 @@ def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
     return output
 
 
-def check_write(part: Connection, carry: Any, new_carry: Any) -> Any:
+def check_write(part: Connection, carry: Returned, new_carry: Returned) -> Returned:
     """Returns the state that `Connection.write` returned.
 
     Args:
@@ -137,7 +139,7 @@ def check_write(part: Connection, carry: Any, new_carry: Any) -> Any:
     return new_carry
 
 
-def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
+def check_norm(function: Returned, norm: Returned, emb_dim: int, dtype: jnp.dtype) -> None:
     """Checks that a registered norm is a module that keeps shape and dtype.
 
     Args:
@@ -153,18 +155,18 @@ def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None
     check_like(function, "its module", output, x)
 
 
-def is_pair(output: Any) -> bool:
+def is_pair(output: Returned) -> bool:
     """Returns whether it is a tuple of two."""
     return isinstance(output, tuple) and len(output) == 2
 
 
-def _shape(x: Any) -> tuple[int | None, ...]:
+def _shape(x: Returned) -> tuple[int | None, ...]:
     """Returns the shape of an array or number."""
     # Objects other than arrays have a shape that fits none.
     return () if isinstance(x, int | float) else getattr(x, "shape", (None, None))
 
 
-def text_of(returned: Any) -> str:
+def text_of(returned: Returned) -> str:
     """Describes a returned value for a message: arrays by dtype and shape, others by type."""
     if isinstance(returned, str):
         return returned

@@ -21,6 +21,7 @@ from MaxText.monitoring.json_lines import EventFile, MetricsFile
 from MaxText.monitoring.sinks.background import BackgroundSink
 from MaxText.monitoring.sinks.tensorboard import TensorBoardSink
 from MaxText.monitoring.sinks.weights_and_biases import WandbSink
+from MaxText.value_types import JsonObject, JsonValue
 
 # Events that trigger a flush, because the process may end soon after.
 _FLUSHED = ("start", "resume", "checkpoint")
@@ -58,7 +59,7 @@ class EventLog:
     _seconds_to_close: float = SECONDS_TO_CLOSE
 
     def emit(
-        self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: Any
+        self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: JsonValue
     ) -> None:
         """Records an event at its end.
 
@@ -89,7 +90,7 @@ class EventLog:
                 self._flush_sinks()
 
     @contextlib.contextmanager
-    def timed(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
+    def timed(self, kind: str, **fields: JsonValue) -> Iterator[JsonObject]:
         """Emits an event with the seconds of the block.
 
         Yields:

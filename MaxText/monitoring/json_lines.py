@@ -21,6 +21,7 @@ from MaxText.monitoring.events import EVENTS_FILE, PHASES, REPEATED, SECONDS_TO_
 from MaxText.monitoring.sinks.background import BackgroundUploader
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
+from MaxText.value_types import JsonValue
 
 METRICS_FILE = "metrics.jsonl"
 _LONGEST_ROW = 1 << 20  # bytes of a row to amend
@@ -338,7 +339,7 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps({name: to_json_value(value) for name, value in row.items()}, allow_nan=False)
 
 
-def to_json_value(value: Any) -> Any:
+def to_json_value(value: Any) -> JsonValue:
     """Converts containers and array scalars; non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {str(name): to_json_value(item) for name, item in value.items()}

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from MaxText.value_types import JsonValue
+
 _WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
 _SCATTER_WINDOW = 33  # newest reports that the scatter is measured on
 # Differences between reports that measure a scatter; with fewer, a small one may be chance.
@@ -204,7 +206,7 @@ def _scatter(reports: list[_Report], min_differences: int) -> float | None:
     return _SIGMA * statistics.median(abs(difference - median) for difference in differences)
 
 
-def _number(value: Any, absent: float = math.inf) -> float:
+def _number(value: JsonValue, absent: float = math.inf) -> float:
     return absent if value is None else float(value)
 
 

@@ -5,8 +5,10 @@ import pathlib
 from typing import Any
 
 import jax
+from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
+from MaxText.value_types import PyTree
 
 # Tag, key of a device's statistics, field of the process in KiB.
 _MEMORY = (
@@ -19,7 +21,7 @@ _PROCESS_STATUS = pathlib.Path("/proc/self/status")
 class StepProfiler:
     """Traces some steps on process 0, if `profiler` is set."""
 
-    def __init__(self, monitoring: MonitoringConfig, folder: Any, first_step: int):
+    def __init__(self, monitoring: MonitoringConfig, folder: epath.Path, first_step: int):
         """Plans the trace of this start.
 
         Args:
@@ -42,7 +44,7 @@ class StepProfiler:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def finished(self, step: int, results: Any) -> None:
+    def finished(self, step: int, results: PyTree) -> None:
         """Ends the trace when due, once `results` are computed."""
         if self._start is not None and step + 1 == self._start + self._num_steps:
             jax.block_until_ready(results)

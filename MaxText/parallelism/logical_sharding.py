@@ -8,13 +8,14 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.errors import UserError
+from MaxText.value_types import Device
 
 Rules = Sequence[tuple[str, Sequence[str]]]
 # Logical axes of hidden states [B, T, D] between branches: the residual stream, and norms. Their
@@ -200,7 +201,7 @@ def has_mesh() -> bool:
     return _current.get() is not None
 
 
-def target_device() -> Any:
+def target_device() -> Device:
     """Returns a device of the current mesh, maybe of another machine."""
     current = _current.get()
     return jax.devices()[0] if current is None else current[0].devices.flat[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import PipelineConfig
@@ -27,6 +28,7 @@ from MaxText.parallelism.logical_sharding import (
     logical_to_mesh_axes,
     split_axes,
 )
+from MaxText.value_types import PyTree, Tree
 
 HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 _DEFAULT_PIPELINE = PipelineConfig()
@@ -103,7 +105,9 @@ class ShardingPlan:
 
         return mesh_axes
 
-    def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParamSpec]) -> Any:
+    def state_shardings(
+        self, abstract_state: PyTree, parameters: Mapping[str, ParamSpec]
+    ) -> PyTree:
         """Returns a tree like `abstract_state`, moments sharded as parameters.
 
         Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
@@ -112,7 +116,7 @@ class ShardingPlan:
         """
         shardings = self.parameter_shardings(parameters)
 
-        def sharding_of(path: Any, leaf: Any) -> NamedSharding:
+        def sharding_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             """Returns the sharding of one leaf, by the path of its parameter."""
             names = [str(getattr(entry, "key", "")) for entry in path]
             leaf_sharding = self.replicated
@@ -162,38 +166,38 @@ class ShardingPlan:
             sequences_by_process.setdefault(device.process_index, set()).add(rows.start or 0)
         return process_batch_slice(sequences_by_process, jax.process_index())
 
-    def to_global_batch(self, batch: Any, batch_size: int) -> Any:
+    def to_global_batch(self, batch: Tree, batch_size: int) -> Tree:
         """Returns global arrays from this process's NumPy part of a batch."""
         make = functools.partial(
             jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
         )
         return jax.tree.map(lambda x: make(x, (batch_size, *x.shape[1:])), batch)
 
-    def abstract_batch(self, shapes: Any) -> Any:
+    def abstract_batch(self, shapes: Tree) -> Tree:
         """Returns the shapes of a global batch with their shardings."""
         return jax.tree.map(lambda x: x.update(sharding=self.batch_sharding(x.shape[0])), shapes)
 
     def abstract_state(
-        self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParamSpec]
-    ) -> Any:
+        self, initialize: Callable[[jax.Array], Tree], parameters: Mapping[str, ParamSpec]
+    ) -> Tree:
         """Returns the shapes of the state that `initialize` returns, with their shardings."""
         return self.with_shardings(jax.eval_shape(initialize, jax.random.key(0)), parameters)
 
-    def with_shardings(self, shapes: Any, parameters: Mapping[str, ParamSpec]) -> Any:
+    def with_shardings(self, shapes: Tree, parameters: Mapping[str, ParamSpec]) -> Tree:
         """Returns shapes of a state with the shardings of `state_shardings`."""
         shardings = self.state_shardings(shapes, parameters)
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
 
     def init_state(
-        self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
-    ) -> Any:
+        self, initialize: Callable[[jax.Array], Tree], abstract_state: Tree, seed: int
+    ) -> Tree:
         """Returns a fresh state; each device draws its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
         options = initialization_options(self.mesh.devices.flat[0].platform)
         draw = jax.jit(initialize, out_shardings=shardings, compiler_options=options)
         return draw(jax.random.key(seed))
 
-    def jit(self, function: Callable, **options: Any) -> Any:
+    def jit(self, function: Callable, **options: Any) -> jax.stages.Wrapped:
         """Returns jax.jit of `function`, traced with the logical axis rules."""
 
         @functools.wraps(function)
@@ -205,7 +209,7 @@ class ShardingPlan:
         return jax.jit(traced, **options)
 
     def compile_step(
-        self, train_step: Callable, *arguments: Any
+        self, train_step: Callable, *arguments: PyTree
     ) -> tuple[jax.stages.Compiled, float]:
         """Compiles the step of `lower_step`; returns the seconds, too."""
         began = time.perf_counter()
@@ -214,8 +218,8 @@ class ShardingPlan:
     def lower_step(
         self,
         train_step: Callable,
-        abstract_state: Any,
-        abstract_batch: Any,
+        abstract_state: PyTree,
+        abstract_batch: PyTree,
         compiler_options: CompilerOptions | None = None,
         abstract_frozen: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:

@@ -15,6 +15,7 @@ from MaxText.monitoring.events import EVENTS_FILE, MAIN_KEYS
 from MaxText.monitoring.goodput import PARTS, SMALLEST_SHARE
 from MaxText.monitoring.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.storage.paths import natural_key, parse_path
+from MaxText.value_types import JsonValue
 
 COMPARISON_FILE = "comparison.json"
 
@@ -104,7 +105,7 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
     if not file.exists():
         return {}
     try:
-        groups: Any = json.loads(file.read_text(encoding="utf-8"))["groups"]
+        groups: JsonValue = json.loads(file.read_text(encoding="utf-8"))["groups"]
         return {
             name: [str(folder / name_of_run) for name_of_run in runs]
             for name, runs in groups.items()

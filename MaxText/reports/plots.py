@@ -11,6 +11,7 @@ from MaxText.reports.chart import SYMBOLS, AxisName, Chart, Series, color_of, da
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, shown_parts
 from MaxText.reports.page import Plot
+from MaxText.value_types import JsonValue
 
 _QUIET = "#7a8691"
 _GRID = "#dde3e8"
@@ -202,7 +203,7 @@ def plot_hyperparameters(
     return plots
 
 
-def _plottable(value: Any) -> int | float | str:
+def _plottable(value: JsonValue) -> int | float | str:
     """Returns a number as it is, and everything else as a category."""
     return value if type(value) in (int, float) else str(value)
 

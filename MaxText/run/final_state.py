@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from MaxText.training.spike_guard import GuardState
+from MaxText.training.state import TrainState
 
 # Skipped steps in a row at the end that make a run end as diverged. Fewer can be bad batches.
 MAX_SKIPPED_AT_END = 2
@@ -41,7 +42,7 @@ def skipped_at_end(guard: GuardState | None, last_step: int) -> int:
 
 def broken_state_reason(
     train_step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]],
-    state: Any,
+    state: TrainState,
     batches: Iterable[Any],
     loss_limit: float,
 ) -> str:

@@ -17,10 +17,12 @@ import numpy as np
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import ScheduleConfig
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.state import TrainState
+from MaxText.value_types import PyTree
 
 # What holds for all of the first reports is reported at once, not at the end of a long run.
 _EARLY_REPORTS = 8
@@ -217,7 +219,7 @@ class LearningChecks:
                 "experts",
                 self._newest_step,
                 f"some experts got no token in the whole run, so they did not learn: "
-                f"{_listed(idle)}. Raise load_balance_loss_weight, or train on more tokens",
+                f"{_listed(idle)}. Raise load_balance_loss_weight, set routed_bias, or train on more tokens",
             )
 
     def finish(self, state: TrainState) -> None:
@@ -389,7 +391,10 @@ def _kept_axes(axes: Sequence[str | None]) -> list[str]:
 
 
 def _seen_gradients(
-    params: Any, opt_state: Any, specs: Mapping[str, ParamSpec], jit: Callable[..., Any]
+    params: Params,
+    opt_state: PyTree,
+    specs: Mapping[str, ParamSpec],
+    jit: Callable[..., Any],
 ) -> dict[str, np.ndarray]:
     """Returns where moments are not 0, by parameter with moments; bool [layers, experts].
 
@@ -427,6 +432,6 @@ def _seen_gradients(
     return {name: np.asarray(value) for name, value in seen.items()}
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def _named_leaves(tree: PyTree) -> list[tuple[str, jax.Array]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from MaxText.checkpointing.compatibility import PyTree
 from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import GuardConfig
@@ -23,6 +22,7 @@ from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
 from MaxText.training.state import TrainState
+from MaxText.value_types import PyTree
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
 # before them. Gao et al. and others saw such signs before spikes; they need not be the cause.
@@ -155,7 +155,7 @@ class RollbackController:
             )
         return None
 
-    def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    def snapshot(self, step: int, state: TrainState, position: Mapping[str, Any]) -> None:
         """Copies a healthy state to host memory when due.
 
         Args:

@@ -12,12 +12,12 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from etils import epath
 from filelock import SoftFileLease, Timeout
 
 from MaxText.storage.paths import is_object_store_path
+from MaxText.value_types import JsonValue
 
 WRITING_SUFFIX = ".writing"  # temporary files end in a random number and this
 
@@ -89,12 +89,12 @@ def atomic_write_bytes(path: Path | epath.Path, contents: bytes) -> None:
         raise
 
 
-def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:
+def write_json_with_digest(path: epath.Path, name: str, value: JsonValue) -> None:
     """Writes {name: value, "sha256": ...} atomically; see `read_json_with_digest`."""
     atomic_write_text(path, json.dumps({name: value, "sha256": _digest(value)}))
 
 
-def read_json_with_digest(path: epath.Path, name: str) -> Any:
+def read_json_with_digest(path: epath.Path, name: str) -> JsonValue:
     """Returns the value that `write_json_with_digest` wrote; None if there is no file.
 
     Raises:
@@ -111,7 +111,7 @@ def read_json_with_digest(path: epath.Path, name: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _digest(value: Any) -> str:
+def _digest(value: JsonValue) -> str:
     # Via JSON: a tuple that was written is read back as a list.
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
@@ -139,7 +140,7 @@ def path_type(path: str | os.PathLike[str]) -> str:
     return entry["type"] if entry else ""
 
 
-def _look(system: Any, path: str) -> dict[str, Any] | None:
+def _look(system: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     try:
         return system.info(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -332,7 +333,7 @@ def _is_file(entry: dict[str, Any]) -> bool:
     return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
-def _info(system: Any, location: str, entry: dict[str, Any]) -> FileInfo:
+def _info(system: AbstractFileSystem, location: str, entry: dict[str, Any]) -> FileInfo:
     path = system.unstrip_protocol(entry["name"]) if is_url(location) else entry["name"]
     tag = next(filter(None, (entry.get(tag) for tag in _TAGS)), "")
     return FileInfo(path, int(entry["size"]), str(tag))

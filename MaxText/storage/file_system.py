@@ -35,13 +35,13 @@ class RetryingGCSFileSystem(GCSFileSystem):
         super().__init__(*args, **kwargs)
 
     async def _expand_path(
-        self, path: Any, recursive: bool = False, maxdepth: int | None = None, **_: Any
+        self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None, **_: Any
     ) -> list[str]:
         # Takes names literally: deleting `run?` must not delete run1 and run2.
         paths = [path] if isinstance(path, str) else path
         return await super()._expand_path(paths, recursive, maxdepth, assume_literal=True)
 
-    async def _rm(self, path: Any, recursive: bool = False, **options: Any) -> Any:
+    async def _rm(self, path: str | list[str], recursive: bool = False, **options: Any) -> Any:
         if recursive and isinstance(path, str):
             # Objects are deleted one by one; half a checkpoint must not count as complete
             # meanwhile.

@@ -26,6 +26,7 @@ from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
 from MaxText.storage.file_access import file_system
 from MaxText.storage.paths import check_checkpoint_path, is_object_store_path, parse_path
+from MaxText.value_types import JsonValue
 
 _SECONDS_BEFORE_NOTICE = 3.0
 _LOCK_FILE = ".lock"
@@ -270,7 +271,7 @@ class Lease:
             os._exit(USER_ERROR)
 
 
-def describe_holder(holder: Any) -> str:
+def describe_holder(holder: JsonValue) -> str:
     """Returns a phrase for the owner of a lock, from the lock's content, which may be damaged."""
     try:
         return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
@@ -286,7 +287,7 @@ def _this_process() -> dict[str, Any]:
 class InUseError(UserError):
     """A run folder is in use by another process."""
 
-    def __init__(self, run_folder: object, holder: Any):
+    def __init__(self, run_folder: object, holder: JsonValue):
         super().__init__(
             f"the run folder {run_folder} is in use by {describe_holder(holder)}. Wait for it, "
             "stop it, or choose another run_name."

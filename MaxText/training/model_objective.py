@@ -15,7 +15,7 @@ Legend: B sequences, T tokens, b sequences and t tokens of a chunk, D emb_dim, V
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,11 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
-from MaxText.layers.part import Part
+from MaxText.layers.part import Part, PartConfig
 from MaxText.layers.part_scalars import Losses, Scalars
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.value_types import PyTree, Tree
 
 FrozenParams = Mapping[str, Params]  # parameters of each frozen model, by its name
 
@@ -92,7 +93,7 @@ class ObjectiveContext:
     training: bool
     num_chunks: int
 
-    def in_chunks(self, function: Callable[..., Any], *arrays: Any) -> Any:
+    def in_chunks(self, function: Callable[..., Tree], *arrays: PyTree) -> Tree:
         """Applies a function to num_vocab_tiling chunks of sequences, one after the other.
 
         For all that computes logits, so that [B, T, V] never exists as a whole::
@@ -163,7 +164,7 @@ class Objective(Part):
     layer_attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def config_of(cls, layer: LayerConfig) -> Any:
+    def config_of(cls, layer: LayerConfig) -> PartConfig:
         """Returns the objective's own keys, or else the model's."""
         config = layer.config.objective.parts.of(cls)
         return layer.config if config is None else config
@@ -189,7 +190,7 @@ class Objective(Part):
         return ()
 
     @classmethod
-    def weights(cls, config: Any, batch: Batch) -> Losses:
+    def weights(cls, config: PartConfig, batch: Batch) -> Losses:
         """Returns what sums are divided by, as float32 scalars by the name of the loss or metric.
 
         Names that are left out are divided by the sum of the weights of the targets,
@@ -204,7 +205,7 @@ class Objective(Part):
         return {}
 
     @classmethod
-    def own_layers(cls, config: Any) -> tuple[LayerConfig, ...]:
+    def own_layers(cls, config: PartConfig) -> tuple[LayerConfig, ...]:
         """Returns keys and sizes of the layers of its own, to count the FLOPs of their parts.
 
         Args:
@@ -213,7 +214,7 @@ class Objective(Part):
         return ()
 
     @classmethod
-    def num_head_passes(cls, config: Any) -> int:
+    def num_head_passes(cls, config: PartConfig) -> int:
         """Returns how often it applies the model's head, besides once to what the head reads.
 
         Args:
@@ -222,7 +223,7 @@ class Objective(Part):
         return 0
 
     @classmethod
-    def frozen_models(cls, config: Any) -> dict[str, PretrainedModel]:
+    def frozen_models(cls, config: PartConfig) -> dict[str, PretrainedModel]:
         """Returns the models that it reads and does not train, by name.
 
         Args:
@@ -237,7 +238,7 @@ def objective_class(config: ModelConfig) -> type[Objective] | None:
     return objective if isinstance(objective, type) else None
 
 
-def objective_config(config: ModelConfig) -> Any:
+def objective_config(config: ModelConfig) -> PartConfig:
     """Returns what the class of a model's objective gets as its `config`."""
     objective = objective_class(config)
     assert objective is not None

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from flax import traverse_util
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
 from MaxText.layers.params import Params, UpdateRule
-from MaxText.layers.part_outputs import check, is_pair, text_of
+from MaxText.layers.part_outputs import Returned, check, is_pair, text_of
 from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.value_types import PyTree, TreeDef
 
 ParamSpecs = Mapping[str, ParamSpec]
 
@@ -87,12 +90,14 @@ class _TreeCheck(NamedTuple):
     """Two trees whose leaves have to agree in what `describe` says about them."""
 
     requirement: str  # "updates like the parameters"
-    returned: Any
-    expected: Any
-    describe: Callable[[Any], str]
+    returned: PyTree
+    expected: PyTree
+    describe: Callable[[jax.ShapeDtypeStruct], str]
 
 
-def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
+def _check_transform(
+    function: Callable[..., Returned], transform: Returned, parameters: PyTree
+) -> None:
     """Raises UserError if a custom optimizer's transform does not have the form of optax's.
 
     Args:
@@ -126,7 +131,9 @@ def _describe_shape(leaf: jax.ShapeDtypeStruct) -> str:
     return f"{list(leaf.shape)}"
 
 
-def _describe_leaves(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
+def _describe_leaves(
+    tree: PyTree, describe: Callable[[jax.ShapeDtypeStruct], str]
+) -> dict[str, str]:
     """Returns `describe(leaf)` of each leaf of a tree, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): describe(leaf) for path, leaf in leaves}
@@ -151,7 +158,7 @@ def _of_trained(
         others are frozen.
     """
 
-    def pick(tree: Any) -> Params:
+    def pick(tree: PyTree) -> Params:
         """Returns the trained leaves of a tree like the parameters."""
         return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
@@ -189,7 +196,7 @@ def scale_existing_slot_updates(
     if factor == 1 or not existing_slots:
         return optimizer
 
-    def scale(path: Any, update: jax.Array) -> jax.Array:
+    def scale(path: KeyPath, update: jax.Array) -> jax.Array:
         """Multiplies the leading slots of one parameter's update by `factor`."""
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name not in existing_slots:
@@ -257,7 +264,9 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
     if config.adam_bias_correction:
         return adam
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
         """Updates as at an infinite count, where the correction is 1, and counts on its own."""
         # The correction divides by 1 - b^count, which is 1 after many updates.
         many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
@@ -352,7 +361,7 @@ def _stateless_per_layer(
     def transformed(is_stacked: bool, update: jax.Array, parameter: jax.Array) -> jax.Array:
         """Applies the transform to an array, or to each layer of a stacked one."""
 
-        def one_layer(update: jax.Array, parameter: jax.Array) -> Any:
+        def one_layer(update: jax.Array, parameter: jax.Array) -> PyTree:
             return transform.update(update, transform.init(parameter), parameter)[0]
 
         function = jax.vmap(one_layer) if is_stacked else one_layer
@@ -384,7 +393,7 @@ def _factored_per_layer(
         axes: dict[str, Any] = {"v_row": factor_axis, "v_col": factor_axis, "v": whole_axis}
         return optax.FactoredState(count=None, **axes)  # pyright: ignore[reportArgumentType]
 
-    def init_one(is_stacked: bool, parameter: jax.Array) -> Any:
+    def init_one(is_stacked: bool, parameter: jax.Array) -> optax.OptState:
         """Returns the moments of one parameter, for stacked layers with a leading dimension."""
         if not is_stacked:
             return transform.init(parameter)
@@ -392,7 +401,7 @@ def _factored_per_layer(
 
     def update_one(
         is_stacked: bool, update: jax.Array, state: optax.FactoredState, parameter: jax.Array
-    ) -> Any:
+    ) -> tuple[optax.Updates, optax.OptState]:
         """Returns one parameter's update and moments; stacked layers are updated one by one."""
         if not is_stacked:
             return transform.update(update, state, parameter)
@@ -400,7 +409,9 @@ def _factored_per_layer(
         over_layers = jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))
         return over_layers(update, state, parameter)
 
-    def joined(states: Any, structure: Any, count: Any) -> optax.FactoredState:
+    def joined(
+        states: Sequence[optax.OptState], structure: TreeDef, count: ArrayLike
+    ) -> optax.FactoredState:
         """Returns one state of all parameters from one state for each."""
         moments = (
             jax.tree.unflatten(structure, [getattr(state, name) for state in states])
@@ -414,7 +425,9 @@ def _factored_per_layer(
         states = [init_one(*pair) for pair in zip(jax.tree.leaves(stacked), leaves, strict=True)]
         return joined(states, structure, jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.FactoredState]:
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.FactoredState]:
         """Returns updates and the new state, each parameter by `update_one`."""
         leaves, structure = jax.tree.flatten(updates)
         moments = zip(

@@ -10,13 +10,14 @@ Legend: W `skip_step_interval`, Q watched quantities.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from MaxText.config.training_sections import GuardConfig
+from MaxText.value_types import PyTree
 
 Tree = TypeVar("Tree")
 
@@ -191,10 +192,10 @@ def select(accept: jax.Array, new_tree: Tree, old_tree: Tree) -> Tree:
       old_tree: The same before it.
     """
 
-    def is_schedule(node: Any) -> bool:
+    def is_schedule(node: object) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+    def choose(new_leaf: PyTree, old_leaf: PyTree) -> PyTree:
         """Returns the new or the old leaf; for a schedule's state, always the new one."""
         return new_leaf if is_schedule(new_leaf) else jnp.where(accept, new_leaf, old_leaf)
 

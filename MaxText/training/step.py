@@ -9,7 +9,7 @@ Legend: B sequences, T tokens.
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from MaxText.training.model_objective import FrozenParams
 from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
 from MaxText.training.optimizer import updated_by_rule
 from MaxText.training.state import TrainState
+from MaxText.value_types import PyTree
 
 Metrics = dict[str, jax.Array]  # scalars by name
 # (state, batch) -> (state, metrics); (state, batch, frozen parameters) for an objective with some.
@@ -263,7 +264,7 @@ def _accumulated(
     return accumulate
 
 
-def _without(tree: Any, names: Collection[str]) -> Any:
+def _without(tree: PyTree, names: Collection[str]) -> Params:
     """Returns a tree like the parameters without those of some names."""
     if not names:
         return tree

@@ -262,6 +262,10 @@ def untied(published, *sizes):
     return Size(published, *sizes, is_tied=False)
 
 
+# Totals are those of the safetensors on Hugging Face, by its API (`safetensors.total`), but
+# Llama 2's without 64 rotary frequencies per layer; Gemma 3's from 4B on without the image encoder
+# (416_866_032) and its projection (1152 rows and a norm); those of Qwen3 0.6B and 1.7B without the
+# tied table, stored twice; Granite's are of the base models (the instruct models have 49_159 ids).
 PUBLISHED = {
     "qwen3-0.6b": qwen3(596_049_920, 1024, 16, 8, 3072, 28),
     "qwen3-1.7b": qwen3(1_720_574_976, 2048, 16, 8, 6144, 28),

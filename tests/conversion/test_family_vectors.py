@@ -216,6 +216,195 @@ def test_a_text_part_that_is_silent_about_its_sizes():
     assert config_from_hf(family, config_json, "here", {})["layer_pattern"] == "(LLLLLG)LL"
 
 
+_YARN_OF_DEEPSEEK = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LATENT_ATTENTION = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 10_000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840,
+    "moe_layer_freq": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+}
+# Preset -> config.json as published, without what no class reads.
+PUBLISHED = {
+    "deepseek2-16b": _LATENT_ATTENTION
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": _YARN_OF_DEEPSEEK | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "vocab_size": 102_400,
+    },
+    "deepseek3-671b": _LATENT_ATTENTION
+    | {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": _YARN_OF_DEEPSEEK | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "vocab_size": 129_280,
+    },
+    "kimi-k2-1t": _LATENT_ATTENTION
+    | {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50_000.0,
+        "rope_scaling": _YARN_OF_DEEPSEEK
+        | {"factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "max_position_embeddings": 131_072,
+        "vocab_size": 163_840,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "layer_types": [LOCAL, GLOBAL] * 12,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 201_088,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 1_000_000,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 151_552,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 768,  # 6144, which no layer has
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "vocab_size": 151_936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_model(name):
+    config_json = PUBLISHED[name]
+    family = resolve_family(config_json, "here")
+    imported = load_config(**config_from_hf(family, config_json, "here", {}))
+    preset = load_config(
+        model_name=name,
+        max_target_length=config_json["max_position_embeddings"],
+        # of training alone
+        load_balance_loss_weight=imported.model.mixture_of_experts.load_balance_loss_weight,
+    )
+    assert to_config_json(family, preset) == to_config_json(family, imported)
+    assert find_family(preset, "") is family
+
+
 def test_a_multimodal_folder(tmp_path):
     golden = of_family_vectors("gemma3_text")
     text = {name: value for name, value in golden.config_json.items() if name != "model_type"}
@@ -236,12 +425,22 @@ def test_a_multimodal_folder(tmp_path):
 
 def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):
     golden = of_family_vectors("deepseek_v3")
-    layer = {f"model.layers.3.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
+    layer = {f"model.layers.2.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
     weights = HFWeights(write(tmp_path, golden.config_json, golden.parameters | layer))
-    assert "not read: model.layers.3.* (2 tensors)" in weights.notes[0]
-    beyond = {"model.layers.2.mlp.extra.weight": np.zeros(3, np.float32)}
-    with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.extra\.weight"):
+    assert "not read: model.layers.2.* (2 tensors)" in weights.notes[0]
+    beyond = {"model.layers.1.mlp.extra.weight": np.zeros(3, np.float32)}
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.extra\.weight"):
         HFWeights(write(tmp_path, golden.config_json, golden.parameters | beyond))
+
+
+def test_quantized_files_are_named(tmp_path):
+    golden = of_family_vectors("gpt_oss")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = {key: tensor for key, tensor in golden.parameters.items() if key != name}
+    tensors |= {f"{name}_blocks": np.zeros(3, np.uint8), f"{name}_scales": np.zeros(3, np.uint8)}
+    config_json = {**golden.config_json, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UserError, match="has quantization_config, and quantized weights are not"):
+        HFWeights(write(tmp_path, config_json, tensors))
 
 
 def test_layers_with_experts_in_other_words():
@@ -249,13 +448,13 @@ def test_layers_with_experts_in_other_words():
     config_json = of_family_vectors("deepseek_v3").config_json
     family = resolve_family(config_json, "here")
     keys = config_from_hf(family, config_json, "here", {})
-    assert (keys["layer_pattern"], keys["num_experts"]) == ("D(E)", 8)
-    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1, 2]}
+    assert (keys["layer_pattern"], keys["num_experts"]) == ("DE", 8)
+    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1]}
     assert to_config_json(family, load_config(**listed)) == to_config_json(
         family, load_config(**keys)
     )
     with pytest.raises(UserError, match="a dense layer follows one with experts"):
-        find_family(load_config(**{**listed, "moe_layers": [0, 2]}), "deepseek_v3")
+        find_family(load_config(**{**listed, "moe_layers": [0]}), "deepseek_v3")
     with pytest.raises(UserError, match="shared_experts=0"):
         find_family(load_config(**{**listed, "shared_experts": 0}), "deepseek_v3")
 

@@ -214,16 +214,20 @@ def test_what_is_refused(source, words, module):
         )
 
 
-def test_a_loss_of_a_layer_may_not_have_the_name_of_a_metric(module):
-    mixer = """
+@pytest.mark.parametrize(("kind", "value"), [("loss", "one"), ("metric", "Metric(one, one)")])
+def test_a_scalar_of_a_layer_may_not_have_the_name_of_a_metric(module, kind, value):
+    mixer = f"""
+from MaxText.layers.part import Metric
+
 @register("mixer", "mine")
 class MyMixer(Mixer):
     def __call__(self, x_BTD, context):
-        return x_BTD, {"update_norm": jnp.float32(1)}
+        one = jnp.float32(1)
+        return x_BTD, {{"update_norm": {value}}}
 """
     module.write_text(FUNCTION.replace("NAME", "'x'") + mixer)
     config = tiny_config(import_modules=["mine.py"], mixer="mine")
-    with pytest.raises(UserError, match="a layer returned the loss 'update_norm', the name of"):
+    with pytest.raises(UserError, match=f"a layer returned the {kind} 'update_norm', the name of"):
         setup_train(config, make_sharding_plan(config.mesh, jax.devices()[:1]))
 
 

@@ -4,12 +4,13 @@ All have latent attention, whose rotary slice rotates adjacent dimensions in fil
 fine and shared experts behind `first_k_dense_replace` dense ones. V2 chooses experts by softmax
 scores (`topk_method`), V3 by sigmoid scores and a correction bias. The factor that YaRN gives to
 scores is `mscale_all_dim`. Layers of multi-token prediction follow the last one.
+Kimi K2 (Kimi Team 2025, arXiv 2507.20534) is a V3 under another model_type.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.families import expert_layers, prediction_layers, rotary
 from MaxText.conversion.families.llama import (
@@ -54,12 +55,12 @@ LATENT_ATTENTION = (
 )
 
 
-def _read_query_rank(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_query_rank(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns the width of the vector that queries are projected from; null is none."""
     return 0 if value is None else hf.whole_number(value, at_least=1)
 
 
-def _read_kv_heads(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_kv_heads(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     return value if value == config["num_attention_heads"] else hf.REQUIRED
 
 
@@ -100,13 +101,13 @@ def latent_attention() -> tuple[hf.ConfigMapping, ...]:
 _FACTOR = f"{OBJECT}.attention_factor"
 
 
-def _has_equal_mscales(values: Mapping[str, Any]) -> bool:
+def _has_equal_mscales(values: hf.KeyValues) -> bool:
     """Returns whether `mscale` equals `mscale_all_dim`, so that sines and cosines are unscaled."""
     is_yarn = values["rope_type"] == "yarn"
     return is_yarn and values["mscale"] > 0 and values["rope_attention_factor"] == 1
 
 
-def _write_factor(values: Mapping[str, Any]) -> Any:
+def _write_factor(values: hf.KeyValues) -> hf.HFValue:
     return (
         hf.OMITTED if _has_equal_mscales(values) else values["rope_attention_factor"] or hf.OMITTED
     )
@@ -158,7 +159,7 @@ def fine_experts(
     )
 
 
-def _read_groups(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_groups(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns the number of groups of experts; a single one is none."""
     count = hf.whole_number(value, at_least=1)
     return -1 if count == 1 else count
@@ -191,7 +192,7 @@ def _chosen_groups(default: Any, of_one_group: Any) -> tuple[hf.ConfigMapping, .
       of_one_group: What a model without groups is written with.
     """
 
-    def write(values: Mapping[str, Any]) -> int:
+    def write(values: hf.KeyValues) -> int:
         chosen = values["topk_routing_group"]
         return values["n_routing_groups"] if chosen == -1 else chosen
 
@@ -208,19 +209,19 @@ _GREEDY = "greedy"
 _BY_GROUP = "group_limited_greedy"
 
 
-def _read_method(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_method(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     return value if value in (_GREEDY, _BY_GROUP) else hf.REQUIRED
 
 
-def _write_method(values: Mapping[str, Any]) -> str:
+def _write_method(values: hf.KeyValues) -> str:
     return _GREEDY if values["n_routing_groups"] == -1 else _BY_GROUP
 
 
-def _read_groups_of_v2(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_groups_of_v2(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     return _read_groups(value, config) if config.get("topk_method") == _BY_GROUP else -1
 
 
-def _write_groups_of_v2(values: Mapping[str, Any]) -> int | None:
+def _write_groups_of_v2(values: hf.KeyValues) -> int | None:
     return None if values["n_routing_groups"] == -1 else values["n_routing_groups"]
 
 
@@ -290,4 +291,5 @@ DEEPSEEK_V3 = descendant(
         expert_layers.ALIKE, "D", **expert_layers.first_are_dense("first_k_dense_replace", 3)
     ),
     rotary=RotaryDefaults(),
+    other_model_types=("kimi_k2",),
 )

@@ -151,11 +151,6 @@ _LAYERS = LayerTable(
     write_layer_types,
 )
 _SPARSE = (LINEAR, GLOBAL)
-# Without effect where positions are those of text: the parts of a head for height and width.
-_TEXT_POSITIONS = (
-    hf.supported("rope_parameters.mrope_interleaved", None, True, False),
-    hf.supported("rope_parameters.mrope_section", None),
-)
 
 
 def _experts(
@@ -189,14 +184,18 @@ _OF_QWEN: dict[str, Any] = {
     "skipped": ("mtp.",),
     "prediction": prediction_layers.BESIDE_THE_MODEL,
 }
-_ROTARY = rotary.settings(fraction_types=rotary.ALL_TYPES)
+_SHARED_SETTINGS = (
+    *_sizes(),
+    *rotary.settings(fraction_types=rotary.ALL_TYPES),
+    # Published files say so, transformers does not read it.
+    hf.supported("attn_output_gate", True, hint="Attention has a gate in these classes."),
+)
 
 QWEN3_NEXT = descendant(
     "Qwen3NextForCausalLM",
-    *_sizes(),
+    *_SHARED_SETTINGS,
     *_experts(512, per_token=10, kinds=_SPARSE),
     expert_layers.gates_are_normalized(default=True, kinds=_SPARSE),
-    *_ROTARY,
     prediction_layers.count_if_any("num_nextn_predict_layers"),
     without=("mlp_bias",),
     defaults={
@@ -230,8 +229,7 @@ _ROWS_OF_QWEN3_5 = (
 
 QWEN3_5 = descendant(
     "Qwen3_5ForCausalLM",
-    *_sizes(),
-    *_ROTARY,
+    *_SHARED_SETTINGS,
     prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768},
@@ -245,7 +243,7 @@ QWEN3_5 = descendant(
 
 QWEN3_5_MOE = descendant(
     "Qwen3_5MoeForCausalLM",
-    *_sizes(),
+    *_SHARED_SETTINGS,
     *_experts(256, per_token=8),
     hf.ConfigMapping(
         ("base_mlp_dim",),  # not in config.json; all layers have experts
@@ -253,7 +251,6 @@ QWEN3_5_MOE = descendant(
         hf.copy_of("moe_intermediate_size"),
         is_written=False,
     ),
-    *_ROTARY,
     prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768},

@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.layer_table import (
     NUM_EXPERTS,
@@ -96,11 +97,11 @@ def gates_are_normalized(*, default: bool, **fields: Any) -> hf.ConfigMapping:
 
 
 def number(
-    hf_names: str, key: str, default: Any, *, at_least: int = 1, **fields: Any
+    hf_names: str, key: str, default: hf.Default, *, at_least: int = 1, **fields: Any
 ) -> hf.ConfigMapping:
     """Returns the setting of a number of experts or groups."""
 
-    def read(value: Any, config: Mapping[str, Any]) -> Any:
+    def read(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
         return hf.whole_number(value, at_least=at_least)
 
     def write(values: Mapping[str, Any]) -> Any:
@@ -112,7 +113,7 @@ def number(
 def width(hf_name: str, key: str, default: int, **fields: Any) -> hf.ConfigMapping:
     """Returns the setting of the width of experts, or of shared experts."""
 
-    def write(values: Mapping[str, Any]) -> int:
+    def write(values: hf.KeyValues) -> int:
         own_or_experts = (values[key], values["moe_mlp_dim"], values["base_mlp_dim"])
         return next(size for size in own_or_experts if size != -1)
 
@@ -127,7 +128,7 @@ def balance_loss(hf_name: str, default: float, **fields: Any) -> hf.ConfigMappin
 def balance_loss_if_any(**fields: Any) -> hf.ConfigMapping:
     """Returns the same setting for classes without such a loss: written unless it is 0."""
 
-    def write(values: Mapping[str, Any]) -> Any:
+    def write(values: hf.KeyValues) -> hf.HFValue:
         return values["load_balance_loss_weight"] or hf.OMITTED
 
     return balance_loss("router_aux_loss_coef", 0.0, write=write, **fields)
@@ -135,7 +136,7 @@ def balance_loss_if_any(**fields: Any) -> hf.ConfigMapping:
 
 def rows(
     folder: str, router: str = "gate", projections: str = "gate_proj up_proj down_proj"
-) -> Any:
+) -> hf.Rows:
     """Returns the rows of a router and of experts with tensors of their own.
 
     Args:

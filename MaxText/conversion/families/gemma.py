@@ -9,9 +9,10 @@ Layers may also read per-layer embeddings (`hidden_size_per_layer_input`, 256 un
 `gemma3` and `gemma4` are multimodal models around these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.families import rotary, windows
 from MaxText.conversion.families.llama import (
@@ -71,14 +72,14 @@ _SANDWICH_NORMS = (
 )
 
 
-def _read_scalar(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_scalar(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns the score scale of `query_pre_attn_scalar`; None for the width of a head."""
     if hf.whole_number(value, at_least=1) is hf.REQUIRED:
         return hf.REQUIRED
     return None if value == config["head_dim"] else value**-0.5
 
 
-def _write_scalar(values: Mapping[str, Any]) -> Any:
+def _write_scalar(values: hf.KeyValues) -> hf.HFValue:
     """Returns `query_pre_attn_scalar`, which is an integer."""
     if values["attention_scale"] is None:
         return values["head_dim"]
@@ -234,17 +235,17 @@ def _write_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     return _without_global_heads(config) | {_PER_LAYER: overrides}
 
 
-def _without_global_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_global_heads(config: hf.HFConfig) -> dict[str, Any]:
     """Returns the other settings of a config.json than those in `_GLOBAL_HEADS`."""
     return {name: value for name, value in config.items() if name not in _GLOBAL_HEADS}
 
 
-def _read_width(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_width(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns the width of per-layer embeddings; 0 is none."""
     return hf.whole_number(value, at_least=0)
 
 
-def _write_rows(values: Mapping[str, Any]) -> int:
+def _write_rows(values: hf.KeyValues) -> int:
     """Returns the rows of the table of per-layer embeddings."""
     num_rows = values["vocab_size_per_layer_input"]
     return values["vocab_size"] if num_rows == -1 else num_rows

@@ -5,9 +5,7 @@ unscaled queries and local attention layers. GPT-NeoX (Black et al. 2022) and Py
 al. 2023) group the fused projection by head: head, then query, key, value.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.families import rotary
 from MaxText.conversion.rotary_config import RotaryDefaults
@@ -60,7 +58,7 @@ GPT2 = hf.Family(
 )
 
 
-def _kinds(types: Any) -> Any:
+def _kinds(types: hf.HFValue) -> TypedValue:
     """Expands [[[global, local], 2]]; returns REQUIRED for anything else."""
     try:
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
@@ -69,25 +67,25 @@ def _kinds(types: Any) -> Any:
         return hf.REQUIRED
 
 
-def _read_types(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_types(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     kinds = _kinds(value)
     if kinds is hf.REQUIRED or len(kinds) != config.get("num_layers"):
         return hf.REQUIRED
     return tuple((tuple(pattern), times) for pattern, times in value)
 
 
-def _write_types(values: Mapping[str, Any]) -> Any:
+def _write_types(values: hf.KeyValues) -> hf.HFValue:
     types = values["attention_types"] or ((("global",), values["base_num_decoder_layers"]),)
     kinds = _kinds(types)
     return kinds if kinds is hf.REQUIRED else [[list(pattern), n] for pattern, n in types]
 
 
-def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_layers(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     types = config["attention_types"]
     return _read_types(types, config) if value == _kinds(types) else hf.REQUIRED
 
 
-def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
+def _window_of_no_layer(config: hf.HFConfig) -> hf.HFValue:
     """Returns the window if no layer is local; unused windows are refused."""
     kinds = _kinds(config["attention_types"])
     is_used = kinds is hf.REQUIRED or "local" in kinds

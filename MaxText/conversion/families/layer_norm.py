@@ -7,9 +7,7 @@ StarCoder2 (Lozhkov et al. 2024) has biases and an ungated feed-forward. StableL
 their difference from 1.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.families import rotary, windows
 from MaxText.conversion.families.llama import (
@@ -40,13 +38,13 @@ _EPSILON = "normalization_layer_epsilon"
 _EPSILON_NAME = "rms_norm_eps"  # Llama's
 
 
-def _read_scale(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_scale(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns the divisor of logits for a factor."""
     factor = hf.positive_number(value)
     return hf.REQUIRED if factor is hf.REQUIRED else 1.0 / factor
 
 
-def _write_scale(values: Mapping[str, Any]) -> float:
+def _write_scale(values: hf.KeyValues) -> float:
     """Returns the factor of logits for a divisor: of the nearest numbers, the shortest."""
     return float(f"{1.0 / values['logits_scaling']:.15g}")
 

@@ -179,7 +179,7 @@ def biases(name: str, keys: str, *, default: bool = False) -> hf.ConfigMapping:
 
 
 def activation(
-    default: str, name: str = "hidden_act", values: Any = ACTIVATIONS
+    default: str, name: str = "hidden_act", values: hf.ValuePairs = ACTIVATIONS
 ) -> hf.ConfigMapping:
     """Returns the setting of the feed-forward's activation."""
     return hf.mapped(name, "mlp_activations", default, values)

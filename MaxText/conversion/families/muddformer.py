@@ -5,8 +5,6 @@ connections/after/{i + 1} here. The first layer has one norm for queries, keys a
 read the embedding; later layers have three. Rotary dimensions pair by halves, as here.
 """
 
-from typing import Any
-
 from MaxText.conversion import family as hf
 
 _LAYER = "layers.{layer}."
@@ -49,7 +47,7 @@ _NO_SUMS = "Without sums their program fuses queries, keys and values, which has
 _OWN_NORMS = "Queries, keys and values that read different sums have norms of their own here."
 
 
-def _settings(epsilon: float, width: Any, expands: bool) -> tuple[hf.ConfigMapping, ...]:
+def _settings(epsilon: float, width: hf.Default, expands: bool) -> tuple[hf.ConfigMapping, ...]:
     """Returns the settings of one of the two programs.
 
     Args:

@@ -1,9 +1,9 @@
 """Rotary parameters of config.json (`rope_parameters`), which most families share."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.rotary_config import OBJECT
 
@@ -37,24 +37,24 @@ def settings(
     def mapped(name: str, key: str, **fields: Any) -> hf.ConfigMapping:
         return hf.ConfigMapping((prefix + name,), (key,), kinds=kinds, **fields)
 
-    def rope_type_of(config: Mapping[str, Any]) -> Any:
+    def rope_type_of(config: hf.HFConfig) -> hf.HFValue:
         return config.get(f"{prefix}rope_type", "default")
 
-    def read_fraction(value: Any, config: Mapping[str, Any]) -> Any:
+    def read_fraction(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
         return value if value == 1 or rope_type_of(config) in fraction_types else hf.REQUIRED
 
-    def write_fraction(values: Mapping[str, Any]) -> Any:
+    def write_fraction(values: hf.KeyValues) -> hf.HFValue:
         fraction = values["rotary_pct"]
         if any(values["rope_type"] == _ROPE_TYPES[rope_type] for rope_type in fraction_types):
             return fraction
         return hf.OMITTED if fraction == 1 else hf.REQUIRED
 
-    def read_factor(value: Any, config: Mapping[str, Any]) -> Any:
+    def read_factor(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
         # Proportional frequencies are not divided here.
         is_divided = rope_type_of(config) == "proportional" and value != 1
         return hf.REQUIRED if is_divided else None
 
-    def write_truncate(values: Mapping[str, Any]) -> Any:
+    def write_truncate(values: hf.KeyValues) -> hf.HFValue:
         # transformers reads it from the outer object alone.
         if values["rope_truncate"]:
             return hf.OMITTED
@@ -113,34 +113,34 @@ def either_order() -> hf.ConfigMapping:
     return hf.mapped("rope_pairs", "rope_pairs", "halves", is_written=False)
 
 
-def _write_factor(values: Mapping[str, Any]) -> Any:
+def _write_factor(values: hf.KeyValues) -> hf.HFValue:
     """Returns the factor; with longrope transformers' own, if it is that."""
     ratio = values["max_target_length"] / values["original_max_position_embeddings"]
     is_ratio = values["rope_type"] == "longrope" and values["rope_factor"] == ratio
     return hf.OMITTED if is_ratio else values["rope_factor"]
 
 
-def _short_factors(values: Mapping[str, Any]) -> list[float]:
+def _short_factors(values: hf.KeyValues) -> list[float]:
     return list(values["rope_short_factors"])
 
 
-def _long_factors(values: Mapping[str, Any]) -> list[float]:
+def _long_factors(values: hf.KeyValues) -> list[float]:
     return list(values["rope_long_factors"])
 
 
-def _read_number(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_number(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns a positive number, or None."""
     return None if value is None else hf.positive_number(value)
 
 
-def _read_numbers(value: Any, config: Mapping[str, Any]) -> Any:
+def _read_numbers(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
     """Returns a list of numbers as a tuple."""
     if not isinstance(value, list) or not all(isinstance(x, int | float) for x in value):
         return hf.REQUIRED
     return tuple(map(float, value))
 
 
-def _attention_factor(config: Mapping[str, Any], prefix: str) -> float | None:
+def _attention_factor(config: hf.HFConfig, prefix: str) -> float | None:
     """Returns the factor of sines and cosines that `mscale` and `mscale_all_dim` give; else None.
 
     A single one of the two has no effect in transformers.

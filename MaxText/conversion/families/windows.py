@@ -3,9 +3,10 @@
 A window counts the query's own token, there and here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
 from MaxText.conversion.layer_table import (
     GLOBAL,
@@ -31,7 +32,7 @@ def of_local_layers(default: int | None, kinds: tuple[str, ...] = (LOCAL,)) -> h
       kinds: Of these layers.
     """
 
-    def read(value: Any, config: Mapping[str, Any]) -> Any:
+    def read(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
         return hf.whole_number(value, at_least=1)
 
     return hf.ConfigMapping(

@@ -1,7 +1,7 @@
 """Reads text or token ids from parquet and Arrow files, by row."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,13 +29,20 @@ _LABELS = "labels"
 _MAX_ID = np.iinfo(np.int32).max
 
 
+# Of pyarrow, which is imported when a table is opened: the type of a column, rows as columns, and
+# what they are read from (ParquetFile, RecordBatchFileReader, NativeFile).
+DataType = Any
+RecordBatch = Any
+ArrowReader = Any
+
+
 class Table(NamedTuple):
     """A range of an open table."""
 
-    types: dict[str, Any]  # pyarrow.DataType by column
-    read: Callable[[list[str]], Iterator[tuple[int, Any]]]
+    types: dict[str, DataType]  # by column
+    read: Callable[[list[str]], Iterator[tuple[int, RecordBatch]]]
 
-    def batches(self, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    def batches(self, columns: list[str]) -> Iterator[tuple[int, RecordBatch]]:
         """Yields (number of the first row in the file, RecordBatch)."""
         for row, batch in self.read(columns):
             selected = batch.select(columns)
@@ -91,15 +98,17 @@ def open_table(file_range: FileRange) -> Iterator[Table]:
         raise OSError(str(error).split("\n")[0]) from error
 
 
-def _table(schema: Any, batches: Callable, reader: Any, file_range: FileRange) -> Table:
+def _table(
+    schema: Iterable[Any], batches: Callable, reader: ArrowReader, file_range: FileRange
+) -> Table:
     """Returns the table of a reader; `batches` is one of the functions below."""
     types = {field.name: field.type for field in schema}
     return Table(types, functools.partial(batches, reader, file_range))
 
 
 def _parquet_batches(
-    file: Any, file_range: FileRange, columns: list[str]
-) -> Iterator[tuple[int, Any]]:
+    file: ArrowReader, file_range: FileRange, columns: list[str]
+) -> Iterator[tuple[int, RecordBatch]]:
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     groups = file_range.partition(len(sizes))
     row = sum(sizes[: groups.start])
@@ -109,8 +118,8 @@ def _parquet_batches(
 
 
 def _arrow_batches(
-    reader: Any, file_range: FileRange, columns: list[str]
-) -> Iterator[tuple[int, Any]]:
+    reader: ArrowReader, file_range: FileRange, columns: list[str]
+) -> Iterator[tuple[int, RecordBatch]]:
     numbers = file_range.partition(reader.num_record_batches)
     row = 0
     for number in range(numbers.stop):
@@ -121,8 +130,8 @@ def _arrow_batches(
 
 
 def _arrow_stream_batches(
-    source: Any, file_range: FileRange, columns: list[str]
-) -> Iterator[tuple[int, Any]]:
+    source: ArrowReader, file_range: FileRange, columns: list[str]
+) -> Iterator[tuple[int, RecordBatch]]:
     import pyarrow
 
     source.seek(0)
@@ -139,20 +148,20 @@ def _arrow_stream_batches(
         row += batch.num_rows
 
 
-def _is_list(column_type: Any) -> bool:
+def _is_list(column_type: DataType) -> bool:
     return str(column_type).startswith(("list<", "large_list<", "fixed_size_list<"))
 
 
-def _is_list_of_integers(column_type: Any) -> bool:
+def _is_list_of_integers(column_type: DataType) -> bool:
     return _is_list(column_type) and str(column_type.value_type).startswith(("int", "uint"))
 
 
-def _is_text(column_type: Any) -> bool:
+def _is_text(column_type: DataType) -> bool:
     """Returns whether values are text, paragraphs, or encoded text."""
     return str(getattr(column_type, "value_type", column_type)) in _TEXT_TYPES
 
 
-def _nested_text(name: str, column_type: Any) -> list[str]:
+def _nested_text(name: str, column_type: DataType) -> list[str]:
     """Returns the names of text inside of a column, such as `meta.text`."""
     if _is_text(column_type):
         return [name]

@@ -15,7 +15,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import (
@@ -38,6 +38,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
     known_format,
 )
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
+from MaxText.value_types import JsonValue
 
 PARAGRAPH_END = "\n\n"
 # Limits reader memory and document length: about 250 thousand tokens, far beyond a window.
@@ -172,7 +173,7 @@ def json_texts(
         yield number, text
 
 
-def _parse(content: bytes, location: str, text_field: str) -> Any:
+def _parse(content: bytes, location: str, text_field: str) -> JsonValue:
     """Returns the JSON value of a line or file; UserError if there is none."""
     text = decode(content.removeprefix(codecs.BOM_UTF8), location)
     try:

@@ -19,7 +19,11 @@ class TorchFileError(UserError):
 
 
 def _tensor_2(
-    storage: np.ndarray, start: int, shape: Any, strides: Any, *unused: Any
+    storage: np.ndarray,
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    *unused: object,
 ) -> np.ndarray:
     """Returns a one-dimensional tensor, a strided range of its storage."""
     if len(shape) != 1:
@@ -76,7 +80,7 @@ class _Reader(pickle.Unpickler):
             )
         return allowed
 
-    def persistent_load(self, pid: Any) -> np.ndarray:
+    def persistent_load(self, pid: tuple[Any, ...]) -> np.ndarray:
         """Returns a storage, from the file of the archive that holds its bytes."""
         _, code, key = pid[:3]
         content = self._archive.read(f"{self._folder}data/{key}")

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,9 +16,12 @@ from MaxText.input_pipeline.data_source import (
     RecordSource,
     SourceContext,
     StreamSource,
+    TokenIds,
 )
 from MaxText.storage.errors import FileReadError
+from MaxText.value_types import JsonValue
 
+Result = TypeVar("Result")
 KIND = "data_source"
 _MAX_ID = 2**31 - 1
 
@@ -112,29 +115,29 @@ class SourceReader:
         assert isinstance(source, DocumentSource)
         return self._checked(call, self._call(call, lambda: source.document(index)))
 
-    def iterator(self) -> Iterator[Any]:
+    def iterator(self) -> Iterator[TokenIds]:
         """Returns the iterator of one pass over a stream."""
         source = self.source
         assert isinstance(source, StreamSource)
         return self._call("__iter__", lambda: iter(source))
 
-    def next(self, iterator: Iterator[Any], index: int) -> Document | None:
+    def next(self, iterator: Iterator[TokenIds], index: int) -> Document | None:
         """Returns the next document of a stream, the `index`-th of its pass; None at the end."""
         call = f"document {index} of the stream"
         tokens = self._call(call, lambda: next(iterator, None))
         return None if tokens is None else self._checked(call, tokens)
 
-    def get_state(self, iterator: Iterator[Any]) -> Any:
+    def get_state(self, iterator: Iterator[TokenIds]) -> JsonValue:
         """Returns the state of a stream's iterator; None if it has none."""
         if not hasattr(iterator, "get_state"):
             return None
         return self._call("get_state()", iterator.get_state)  # type: ignore[attr-defined]
 
-    def set_state(self, iterator: Iterator[Any], state: Any) -> None:
+    def set_state(self, iterator: Iterator[TokenIds], state: JsonValue) -> None:
         """Restores a state of `get_state`."""
         self._call("set_state()", lambda: iterator.set_state(state))  # type: ignore[attr-defined]
 
-    def _call(self, call: str, function: Callable[[], Any]) -> Any:
+    def _call(self, call: str, function: Callable[[], Result]) -> Result:
         """Calls the user's code; names the source and the call in its errors."""
         try:
             return function()
@@ -145,7 +148,7 @@ class SourceReader:
             error_type = FileReadError if isinstance(error, OSError) else UserError
             raise self._error(call, problem, error_type) from error
 
-    def _checked(self, call: str, tokens: Any) -> Document:
+    def _checked(self, call: str, tokens: TokenIds) -> Document:
         """Returns what the source returned as a Document with ids in int32."""
         loss_mask = None
         if isinstance(tokens, Document):
@@ -168,7 +171,7 @@ class SourceReader:
             loss_mask = self._checked_mask(call, loss_mask, len(ids))
         return Document(ids.astype(np.int32), loss_mask)
 
-    def _checked_mask(self, call: str, loss_mask: Any, num_tokens: int) -> np.ndarray:
+    def _checked_mask(self, call: str, loss_mask: np.ndarray, num_tokens: int) -> np.ndarray:
         mask = np.asarray(loss_mask)
         if mask.shape != (num_tokens,):
             raise self._error(

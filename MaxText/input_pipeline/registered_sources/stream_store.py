@@ -20,6 +20,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.data_source import Document
 from MaxText.input_pipeline.registered_sources.source_reader import SourceReader
 from MaxText.input_pipeline.token_store.token_reader import TokenReader
+from MaxText.value_types import JsonValue
 
 _MAX_POSITIONS = 64  # of recent steps: more than are read ahead
 
@@ -38,7 +39,7 @@ class StreamPosition:
     token: int = 0
     epoch: int = 0
     document: int = 0
-    state: Any = None
+    state: JsonValue = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns what a checkpoint holds."""

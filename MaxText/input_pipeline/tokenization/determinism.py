@@ -7,6 +7,8 @@ on chance: the same text has the same ids in every preparation, prompt and evalu
 import json
 from typing import Any
 
+from MaxText.value_types import JsonValue
+
 # Tables of tokens, whose names are no settings.
 _TABLES = {"vocab", "merges", "special_tokens", "added_tokens", "added_tokens_decoder"}
 _DROPOUT = "dropout"
@@ -16,7 +18,7 @@ _SAMPLING_OPTIONS = {"enable_sampling", "nbest_size", "alpha"}
 _SENTENCE_PIECE_OPTIONS = "sp_model_kwargs"
 
 
-def without_dropout(contents: Any) -> Any:
+def without_dropout(contents: JsonValue) -> JsonValue:
     """Returns the contents of a tokenizer.json without BPE dropout; the same object without any."""
     if isinstance(contents, list):
         items = [without_dropout(item) for item in contents]
@@ -68,6 +70,6 @@ def deterministic_file(name: str, content: bytes) -> bytes:
     return content if changed is settings else to_text(changed).encode()
 
 
-def to_text(contents: Any) -> str:
+def to_text(contents: JsonValue) -> str:
     """Returns the text of a tokenizer.json, formatted as by the tokenizers library."""
     return json.dumps(contents, ensure_ascii=False, indent=2)

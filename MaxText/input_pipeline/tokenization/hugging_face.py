@@ -27,6 +27,7 @@ from MaxText.input_pipeline.tokenization.interface import (
     without_surrogates,
     write_files,
 )
+from MaxText.value_types import JsonValue
 
 END_OF_TEXT = "<|endoftext|>"
 _REFERENCE = "tokenizers"  # the engine that defines the ids
@@ -201,7 +202,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _check_declared_ids(contents: Any, origin: str) -> None:
+def _check_declared_ids(contents: JsonValue, origin: str) -> None:
     """Raises UserError for too large ids, for which the libraries would allocate tables."""
     if not isinstance(contents, dict):
         return

@@ -1,6 +1,6 @@
 """A layer: a mixer and a feed-forward around the residual stream."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -11,7 +11,7 @@ from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import scaled
 from MaxText.layers.dropout import drop_path, dropout
-from MaxText.layers.normalization import make_norm
+from MaxText.layers.normalization import Norm, make_norm
 from MaxText.layers.params import Init
 from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
@@ -76,7 +76,7 @@ class Block(nnx.Module):
         """Returns the registered feed-forward of a layer."""
         return lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
 
-    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Norm:
         """Builds a norm of a branch's input."""
         config = layer.config.block
         return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
@@ -101,6 +101,7 @@ class Block(nnx.Module):
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the normalized inputs of queries, keys and values, [B, T, D] each."""
+        assert isinstance(inputs.q, jax.Array), "only separate norms know normalized inputs"
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
         return y_BTD, y_BTD, y_BTD
 

@@ -19,6 +19,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.feed_forward.mlp import MLP
+from MaxText.layers.normalization import Norm
 from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.layers.part_scalars import add_scalars
@@ -137,7 +138,7 @@ class WithStaticSGU(Block):
     """Static SGU on half of the channels, the mixer on the other half."""
 
     @classmethod
-    def mixer_class(cls, layer: LayerConfig) -> Any:
+    def mixer_class(cls, layer: LayerConfig) -> type[Mixer]:
         """Returns the layer's mixer, derived from BesideStaticSGU as well."""
         return combine(BesideStaticSGU, super().mixer_class(layer))
 
@@ -202,7 +203,7 @@ class SandwichNorms(Block):
 class WithoutPreNorms(Block):
     """No norms of the branches' inputs: with SandwichNorms, x + norm(f(x)) (OLMo 2)."""
 
-    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Norm:
         """Returns the identity: branches read the residual stream itself."""
         return Identity()
 
@@ -256,7 +257,7 @@ class ReZero(Block):
         if block.use_macaron and block.macaron_prenorm:
             self.macaron_gate = LearnedScalar(0.0, init, rngs)
 
-    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Norm:
         """Returns the identity: there are no norms."""
         return Identity()
 

@@ -32,7 +32,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Embedding, scaled
 from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
-from MaxText.layers.normalization import make_norm
+from MaxText.layers.normalization import Norm, make_norm
 from MaxText.layers.params import Init, initializers
 from MaxText.layers.part import (
     Carry,
@@ -425,15 +425,15 @@ class Decoder(nnx.Module):
     def logits(
         self,
         h_BTD: jax.Array,
-        head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
-        positions_BT: jax.Array | None = None,  # in the sequence, not the document; None is 0..T-1
+        head_state: DecodeState = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
         Args:
           h_BTD: Final hidden states of some of the tokens.
           head_state: From `head_state` of the whole sequence, or the latest decode state.
-          positions_BT: Their positions in the sequence; None is 0..T-1.
+          positions_BT: Their positions in the sequence, not the document; None is 0..T-1.
         """
         if positions_BT is None:
             positions_BT = _positions(h_BTD)
@@ -555,7 +555,7 @@ def _make_block(
     return quantizer.quantize(block)
 
 
-def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Norm | None:
     """Builds the norm between the embedding and the first layer; None if the model has none."""
     embedding = config.embedding
     if not embedding.embedding_norm:
@@ -563,7 +563,7 @@ def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any
     return make_norm(config.block, init, rngs, parametric=embedding.embedding_norm_parametric)
 
 
-def make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+def make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Norm | None:
     """Builds the norm between the last layer and the head; None if the model has none."""
     if not config.head.final_norm:
         return None
@@ -586,7 +586,7 @@ def _record_inputs(inputs: LayerInputs) -> None:
             record(x.x_BTD if isinstance(x, PreNormalized) else x, name)
 
 
-def _positions_key(layer: LayerConfig) -> Any:
+def _positions_key(layer: LayerConfig) -> tuple[object, ...] | None:
     """Returns a key of a layer's positions; None if mixers read none."""
     config = layer.config.position
     d = layer.dimensions

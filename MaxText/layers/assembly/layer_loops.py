@@ -29,7 +29,10 @@ from MaxText.layers.lowering.unrolled_layers import (
 from MaxText.layers.params import Params
 from MaxText.layers.part import Carry, DecodeState, LayerIndex, Scalars
 from MaxText.layers.part_scalars import add_scalars
+from MaxText.value_types import PyTree
 
+# Weights of a cycle, in one of the forms of _CycleForm.
+CycleWeights = PyTree
 # (layer, carry, index) -> (carry, scalars); the index is traced in a scan
 ApplyLayer = Callable[[Any, Carry, LayerIndex], tuple[Carry, Scalars]]
 # (layer, carry, index, state) -> (carry, scalars, state)
@@ -37,7 +40,7 @@ ApplyLayerWithState = Callable[[Any, Carry, int, DecodeState], tuple[Carry, Scal
 
 
 def apply_scanned(
-    layers: Any, blueprint: Blueprint, carry: Carry, apply: ApplyLayer, policy: RematPolicy
+    layers: nnx.Module, blueprint: Blueprint, carry: Carry, apply: ApplyLayer, policy: RematPolicy
 ) -> tuple[Carry, Scalars]:
     """Applies all layers: repeats of the cycle in a scan, others unrolled.
 
@@ -162,7 +165,7 @@ class CycleScan:
             return _CycleForm.TREE
         return _CycleForm.TREE_PER_RUN
 
-    def _split_by_cycle(self, weights: Params) -> Any:
+    def _split_by_cycle(self, weights: Params) -> CycleWeights:
         """Returns the weights of all cycles in their form, with a leading dimension of repeats."""
         if self.blueprint.plan.cycle > 1:
             weights = jax.tree.map(
@@ -183,7 +186,7 @@ class CycleScan:
         return [take(end - length, end) for length, end in zip(runs, ends, strict=True)]
 
     def _apply_run(
-        self, run: int, cycle_weights: Any, carry: Carry, start: jax.Array
+        self, run: int, cycle_weights: CycleWeights, carry: Carry, start: jax.Array
     ) -> tuple[Carry, Scalars]:
         """Applies the layers of one run, in one repeat of the cycle.
 
@@ -203,7 +206,9 @@ class CycleScan:
 
         is_shared = self._form == _CycleForm.SHARED
 
-        def body(carry: Carry, weights_and_offset: tuple[Any, jax.Array]) -> tuple[Carry, Scalars]:
+        def body(
+            carry: Carry, weights_and_offset: tuple[CycleWeights, jax.Array]
+        ) -> tuple[Carry, Scalars]:
             layer_weights, offset = weights_and_offset
             if is_shared:
                 layer_weights = weights
@@ -245,7 +250,7 @@ class CycleScan:
 
 
 def apply_unrolled(
-    layers: Any,
+    layers: nnx.Module,
     blueprint: Blueprint,
     carry: Carry,
     apply: ApplyLayerWithState,
@@ -287,7 +292,7 @@ def apply_unrolled(
             weights: Params,
             carry: Carry,
             state: DecodeState,
-            graphdef: Any = graphdef,
+            graphdef: nnx.GraphDef = graphdef,
             index: int = index,
         ) -> tuple[Carry, Scalars, DecodeState]:
             return apply(nnx.merge(graphdef, weights), carry, index, state)

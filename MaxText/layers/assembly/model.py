@@ -8,16 +8,18 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.params import AbstractRngs, Params
 from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
+from MaxText.value_types import Tree
 
 _TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
 
 
-def _as_stored(tree: Any) -> Params:
+def _as_stored(tree: nnx.State | Params) -> Params:
     """Returns parameters as checkpoints hold them: some of the head at the top level."""
     head = dict(tree.get("head", {}))
     top_level = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
@@ -156,7 +158,7 @@ class Model:
         so that there is never a second copy of all.
         """
 
-        def converted(path: Any, leaf: jax.Array) -> jax.Array:
+        def converted(path: KeyPath, leaf: jax.Array) -> jax.Array:
             """Returns a leaf in the dtype it is always read in, if that is narrower."""
             dtype = self.parameters["/".join(entry.key for entry in path)].used_in
             if dtype is None or dtype.itemsize >= leaf.dtype.itemsize:
@@ -169,7 +171,7 @@ class Model:
             rows = [replaced(leaf, [leaf[i] for i in range(len(leaf))]) for leaf in leaves]
             return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
 
-        def replaced(array: jax.Array, replacement: Any) -> Any:
+        def replaced(array: jax.Array, replacement: Tree) -> Tree:
             """Deletes an array once its replacement is computed."""
             jax.block_until_ready(replacement)
             array.delete()

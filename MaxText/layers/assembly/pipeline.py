@@ -37,7 +37,7 @@ from MaxText.parallelism.logical_sharding import (
 
 
 def pipeline_apply(  # noqa: PLR0917
-    layers: Any,
+    layers: nnx.Module,
     blueprint: Blueprint,
     inputs: Carry,
     context: ForwardContext,
@@ -73,6 +73,7 @@ def pipeline_apply(  # noqa: PLR0917
     if blueprint.is_stacked:
         weights_SK = stack_by_stage(nnx.state(layers), schedule, per_stage)
     else:
+        assert isinstance(layers, nnx.Dict)
         weights_SK = {
             str(run): stack_by_stage(
                 nnx.state(layers["cycle"][str(run)]), schedule, per_stage // cycle * length
@@ -157,7 +158,7 @@ def stack_by_stage(state: nnx.State, schedule: PipelineSchedule, per_stage: int)
     num_stages = schedule.num_stages
     repeats = schedule.num_repeats
 
-    def arranged(parameter: Any) -> jax.Array:
+    def arranged(parameter: nnx.Variable) -> jax.Array:
         """Reshapes one stacked weight."""
         leaf = parameter.get_value()
         names = parameter.get_metadata()["logical_axes"]

@@ -80,7 +80,7 @@ class Blueprint:
 
 def stack(
     make_layer: MakeLayer, plan: LayerPlan, rngs: nnx.Rngs, *, shared: bool = False
-) -> tuple[Any, Blueprint]:
+) -> tuple[nnx.Module, Blueprint]:
     """Builds all layers as one module, and its blueprint.
 
     Args:
@@ -105,7 +105,7 @@ def stack(
     draws = not isinstance(rngs, AbstractRngs)
     keys = jax.random.split(rngs.params(), num_stored) if draws else None
 
-    def build_stacked(kind: int, indices: Sequence[int]) -> Any:
+    def build_stacked(kind: int, indices: Sequence[int]) -> nnx.Module:
         """Builds the layers at `indices` as one of `kind`, weights with a leading axis `layers`."""
         if keys is None:
             weights = _add_dimension(weights_dict(abstract[kind]), len(indices))
@@ -160,7 +160,7 @@ def _add_dimension(shapes: Params, size: int) -> Params:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), shapes)
 
 
-def _shapes(layer: Any) -> list[Any]:
+def _shapes(layer: nnx.Module) -> list[tuple[object, ...]]:
     """Returns what layers have in common whose weights are stored as one: paths, shapes, ..."""
     flat = nnx.to_flat_state(nnx.state(layer))
     for path, parameter in flat:
@@ -181,6 +181,6 @@ def _shapes(layer: Any) -> list[Any]:
     ]
 
 
-def weights_dict(layers: Any) -> Params:
+def weights_dict(layers: nnx.Module) -> Params:
     """Returns the parameters of a module as a nested dict of arrays."""
     return nnx.to_pure_dict(nnx.state(layers))

@@ -10,11 +10,12 @@ Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H he
 """
 
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from MaxText.config.layer_sections import AttentionConfig, Dimensions
 from MaxText.config.model_sections import ModelConfig
@@ -38,7 +39,7 @@ from MaxText.layers.dropout import Dropout
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import HeadNorm
 from MaxText.layers.params import Init, param, zeros
-from MaxText.layers.part import Flops, Mixer, Scalars
+from MaxText.layers.part import DecodeState, Flops, Mixer, MixerInput, Scalars
 from MaxText.layers.rotary import apply_rotary
 from MaxText.parallelism.logical_sharding import current_sharding, with_logical_constraint
 
@@ -48,7 +49,6 @@ _WHOLE_KEY_AXES = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])  # all to
 
 _DROPOUT_STREAM = 0  # RNG stream id within a layer; block.py has the others
 
-MixerInput = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
 AttentionState = KeyValueCache | SlidingWindowCache
 
 
@@ -165,7 +165,7 @@ class Attention(Mixer):
         self.value_norm = norm((K, H), "kv_heads", parametric=False) if has_v_norm else None
 
     @classmethod
-    def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
+    def problem(cls, config: ModelConfig, dimensions: Dimensions) -> str | None:
         """Returns why a subclass cannot have the keys; see `Part.problem`."""
         computes_values = cls.values is not Attention.values
         if not computes_values or not config.attention.share_kv_projections:
@@ -307,7 +307,7 @@ class Attention(Mixer):
         o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
         return self.project_output(o_BTNH, x, context), {}
 
-    def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Any]:
+    def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output for prompts, and a cache of their keys and values."""
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
@@ -315,8 +315,8 @@ class Attention(Mixer):
         return y_BTD, self._fill_cache(k_BTKH, v_BTKH, context)
 
     def decode_step(
-        self, x: MixerInput, state: Any, context: ForwardContext
-    ) -> tuple[jax.Array, Any]:
+        self, x: MixerInput, state: DecodeState, context: ForwardContext
+    ) -> tuple[jax.Array, DecodeState]:
         """Returns the output for new tokens, and the cache with their keys and values."""
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         spec = self.spec(context)
@@ -401,7 +401,7 @@ class Attention(Mixer):
             weights_scope=self.weights_scope,
         )
 
-    def memories(self, dtype: Any) -> PersistentKV | None:
+    def memories(self, dtype: DTypeLike) -> PersistentKV | None:
         """Returns the learned keys and values [M, K, H] that every query sees, or None."""
         if self.memory_key is None or self.memory_value is None:
             return None

@@ -375,11 +375,12 @@ def _local_attention(
     return o.reshape(batch, num_blocks * rows, num_heads, -1)[:, :length]
 
 
-def softmax_layers(config: ModelConfig) -> list[tuple[Any, LayerConfig]]:
-    """Returns (class of the mixer, layer) of layers with softmax attention.
+# `Attention` or a class derived from it, which this module cannot import.
+SoftmaxMixer = Any
 
-    The class is `Attention` or derived from it.
-    """
+
+def softmax_layers(config: ModelConfig) -> list[tuple[SoftmaxMixer, LayerConfig]]:
+    """Returns (class of the mixer, layer) of layers with softmax attention."""
     mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
     return [(mixer, layer) for mixer, layer in mixers if mixer.has_softmax]
 

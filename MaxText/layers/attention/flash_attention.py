@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.errors import first_line
 from MaxText.layers.attention.attention_core import (
     AttentionSharding,
     AttentionSpec,
+    SoftmaxMixer,
     kv_head_repeats,
     repeat_value_heads,
     softmax_layers,
@@ -33,12 +35,16 @@ from MaxText.layers.lowering.gather_length import gather_length
 from MaxText.layers.lowering.pipeline_stages import unbatched_on_one_stage
 from MaxText.parallelism.logical_sharding import current_num_stages, platform, split_axes
 
+# What tells a device its rows of the mask: the position of its first query for cuDNN, a kernel made
+# for the whole mask for splash attention (jax exports no type for it); None if it has all rows.
+MaskPart = Any
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
 # as large compiles five times longer, four times does not fit a v5p.
 TILE = 128
 LARGEST_BLOCK = 512
 _LARGEST_HEAD = 1024  # most bytes of one head of a token with which such blocks fit a v4
-_PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels recompute scores
+# Matmuls over the width of keys, and of values; both backward kernels recompute scores.
+_PRODUCTS = {"_fwd": (1, 1), "_dkv": (2, 2), "_dq": (2, 1)}
 _RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 
 
@@ -78,7 +84,7 @@ def hook_reasons(config: ModelConfig) -> list[str]:
 
 
 def _unsupported_reason(
-    mixer: Any, layer: LayerConfig, backend: str, num_length_parts: int
+    mixer: SoftmaxMixer, layer: LayerConfig, backend: str, num_length_parts: int
 ) -> str | None:
     """Returns why no kernel serves a layer.
 
@@ -158,7 +164,7 @@ def cudnn_failure_reason(
     part_length = length // num_length_parts
     sharding = SingleDeviceSharding(local_device)
 
-    def abstract(*shape: int, dtype: Any = config.numerics.dtype) -> jax.ShapeDtypeStruct:
+    def abstract(*shape: int, dtype: DTypeLike = config.numerics.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     first_position = abstract(1, dtype=jnp.int32) if num_length_parts > 1 else None
@@ -253,7 +259,7 @@ def flash_attention(
     key_segments = PartitionSpec(batch_axes)
 
     def gather_and_run(
-        mask_part: Any,
+        mask_part: MaskPart,
         sinks_N: jax.Array | None,
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
@@ -312,16 +318,21 @@ def block_size(length: int) -> int:
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
 
-def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
+def splash_operations(
+    name: str, queries: Sequence[int], value_width: int, num_keys: float
+) -> float:
     """Returns the floating-point operations of one of splash attention's kernels.
 
     Args:
       name: Name of the kernel, which contains its phase: _fwd, _dkv or _dq.
-      queries: Shape of its queries.
+      queries: Shape of its queries, which are as wide as its keys.
+      value_width: Width of its values.
       num_keys: Average number of keys that a query is multiplied with.
     """
-    products = next(number for phase, number in _PRODUCTS.items() if phase in name)
-    return 2.0 * products * math.prod(queries) * num_keys
+    with_keys, with_values = next(number for phase, number in _PRODUCTS.items() if phase in name)
+    *num_queries, key_width = queries
+    widths = with_keys * key_width + with_values * value_width
+    return 2.0 * widths * math.prod(num_queries) * num_keys
 
 
 def average_keys_computed(length: int, *, causal: bool, window: int | None = None) -> float:
@@ -345,7 +356,7 @@ def _splash_kernel(
     num_length_parts: int,
     spec: AttentionSpec,
     interpret: bool,
-) -> Any:
+) -> MaskPart:
     """Returns splash attention's kernel for a whole mask. Cached, as it is slow to build.
 
     Args:
@@ -390,7 +401,7 @@ def _splash_kernel(
         return jax.tree.map(np.asarray, kernel)
 
 
-def _by_diagonal(kind: type) -> Any:
+def _by_diagonal(kind: type[Any]) -> type[Any]:
     """Returns a class of masks, functions of i - j, with cached blocks.
 
     Uniform blocks have one element. Splash attention evaluates each block several times, which
@@ -413,7 +424,7 @@ def _by_diagonal(kind: type) -> Any:
 
 
 def _splash(  # noqa: PLR0917
-    kernel: Any,
+    kernel: MaskPart,
     sinks_N: jax.Array | None,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

@@ -21,7 +21,7 @@ qk_nope_head_dim, R qk_rope_head_dim, H = C + R, V v_head_dim, J = L + R.
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from MaxText.layers.dense import Dense, einsum
 from MaxText.layers.kv_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import Init, param, zeros
+from MaxText.layers.part import DecodeState
 from MaxText.layers.rotary import apply_rotary
 from MaxText.parallelism.logical_sharding import with_logical_constraint
 
@@ -152,8 +153,9 @@ class LatentAttention(Attention):
         k_BTNH, v_BTNV = self._keys_and_values(self._latents(x, context))
         return self._queries(x, context), k_BTNH, v_BTNV
 
-    def _queries(self, x_BTD: Any, context: ForwardContext) -> jax.Array:
+    def _queries(self, x_BTD: MixerInput, context: ForwardContext) -> jax.Array:
         """Returns the queries [B, T, N, H], their last R numbers rotated."""
+        assert isinstance(x_BTD, jax.Array)
         if self.query_down is not None:
             assert self.query_down_norm is not None
             x_BTD = self.query_down_norm(self.query_down(x_BTD))
@@ -163,8 +165,9 @@ class LatentAttention(Attention):
             q_BTNH = (q_BTNH.astype(jnp.float32) * context.query_scale).astype(q_BTNH.dtype)
         return with_logical_constraint(q_BTNH, *QUERY_AXES)
 
-    def _latents(self, x_BTD: Any, context: ForwardContext) -> jax.Array:
+    def _latents(self, x_BTD: MixerInput, context: ForwardContext) -> jax.Array:
         """Returns [c; k^R] of the tokens, [B, T, 1, J], after norm and rotation."""
+        assert isinstance(x_BTD, jax.Array)
         rank = self.config.latent_attention.kv_lora_rank
         latent_BTJ = tag(self.latent(x_BTD), "key_proj")
         c_BTL = self.latent_norm(latent_BTJ[..., :rank])
@@ -210,7 +213,7 @@ class LatentAttention(Attention):
         return self.project_output(o_BTNV, x, context), cache
 
     def decode_step(
-        self, x: MixerInput, state: Any, context: ForwardContext
+        self, x: MixerInput, state: DecodeState, context: ForwardContext
     ) -> tuple[jax.Array, AttentionState]:
         """Returns the output for new tokens, and the cache with their latent vectors.
 

@@ -12,7 +12,7 @@ Legend: C tokens of a chunk, K key/value heads, G query heads for each, N = K G,
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from MaxText.layers.attention.attention import Attention, MixerInput
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum
-from MaxText.layers.part import Flops
+from MaxText.layers.part import DecodeState, Flops
 
 _NO_MAXIMUM = -1e30  # maximum over no tokens; finite, so that differences are
 _TINY = 1e-37
@@ -332,13 +332,13 @@ class LinearAttention(Attention):
         H = dimensions.head_dim
         return 0, 4 * (K * (H * H + H + 1) + 1)
 
-    def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Any]:
+    def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output for prompts, and the state after them."""
         return self._continue(x, None, context)
 
     def decode_step(
-        self, x: MixerInput, state: Any, context: ForwardContext
-    ) -> tuple[jax.Array, Any]:
+        self, x: MixerInput, state: DecodeState, context: ForwardContext
+    ) -> tuple[jax.Array, DecodeState]:
         """Returns the output for new tokens, and the state after them."""
         assert isinstance(state, LinearAttentionState)
         return self._continue(x, state, context)

@@ -20,12 +20,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from MaxText.layers.attention.attention_core import (
     AttentionSharding,
@@ -36,6 +37,7 @@ from MaxText.layers.attention.attention_core import (
 )
 from MaxText.layers.dense import einsum_f32
 from MaxText.parallelism.logical_sharding import split_axes
+from MaxText.value_types import PyTree, Tree
 
 Axes = tuple[str, ...]
 
@@ -116,7 +118,7 @@ def ring_attention(  # noqa: PLR0913
         persistent_kv=persistent_kv,
         hooks=_hoist_hooks(spec, ring, local_shape, num_memories),
     )
-    specs: Any = _RingInputs(
+    specs = _RingInputs(
         q_BLNH=by_head,
         k_BLKH=by_head,
         v_BLKH=by_head,
@@ -168,7 +170,7 @@ def _hoist_hooks(
     def positions(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def square(num_keys: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    def square(num_keys: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, num_heads, rows, num_keys), dtype)
 
     q_pos = positions(batch, 1, rows, 1)
@@ -200,22 +202,23 @@ def _hoist(
     return jax.tree_util.Partial(evaluate, list(closed.consts))
 
 
+# An array, a tree of arrays, or what stands for its arrays: their PartitionSpec or gradients.
+RingInput = PyTree
+
+
 class _RingInputs(NamedTuple):
-    """Inputs of attention; inside jax.shard_map those of one device.
+    """Inputs of attention; inside jax.shard_map those of one device."""
 
-    Fields may also hold the sharding or the gradient of an input.
-    """
-
-    q_BLNH: Any
-    k_BLKH: Any
-    v_BLKH: Any
-    segments_BL: Any = None
-    pos_BL: Any = None  # positions in documents, for hooks
-    heads_N: Any = None  # indices of the query heads, for hooks
-    slopes_N: Any = None
-    sinks_N: Any = None
-    persistent_kv: Any = None
-    hooks: Any = _Hooks()
+    q_BLNH: RingInput
+    k_BLKH: RingInput
+    v_BLKH: RingInput
+    segments_BL: RingInput = None
+    pos_BL: RingInput = None  # positions in documents, for hooks
+    heads_N: RingInput = None  # indices of the query heads, for hooks
+    slopes_N: RingInput = None
+    sinks_N: RingInput = None
+    persistent_kv: RingInput = None  # a pair of arrays
+    hooks: RingInput = _Hooks()
 
 
 class _QueryBlock(NamedTuple):
@@ -225,7 +228,7 @@ class _QueryBlock(NamedTuple):
     positions_R: jax.Array  # in the sequence
     segments_BR: jax.Array | None
     pos_BR: jax.Array | None  # in the document, for hooks
-    residuals: Any = ()  # other inputs of the backward pass
+    residuals: tuple[jax.Array, ...] = ()  # other inputs of the backward pass
 
 
 class _KVBlock(NamedTuple):
@@ -250,7 +253,7 @@ class _CappedScores(NamedTuple):
     """Scores of a block of queries and a piece of keys, before what depends on positions."""
 
     scores_BKGRS: jax.Array
-    slope: Any  # derivative of the scores by q k
+    slope: jax.Array | float  # derivative of the scores by q k
 
 
 class _PerHead(NamedTuple):
@@ -270,16 +273,21 @@ class _KeyPieces(NamedTuple):
     pos_QBS: jax.Array | None
 
 
+# What a pass over all keys adds up for a block of queries or a piece of keys: an online softmax or
+# gradients, float32; () or None for nothing.
+FoldState = PyTree
+
+
 class _RingResult(NamedTuple):
     """States after a turn of the ring."""
 
-    query_state: Any
-    key_state: Any  # of the keys that this device has last
+    query_state: FoldState
+    key_state: FoldState  # of the keys that this device has last
     shift: int  # how many devices ahead of its own the keys of a device are
 
 
 # (a block, a piece, state of the block, state of the piece) -> the two states
-_BlockFn = Callable[[_QueryBlock, _KVBlock, Any, Any], tuple[Any, Any]]
+_BlockFn = Callable[[_QueryBlock, _KVBlock, FoldState, FoldState], tuple[FoldState, FoldState]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,8 +511,8 @@ class _Ring:
         block_fn: _BlockFn,
         queries: _QueryBlock,
         keys: _KeyPieces,
-        query_state: Any,
-        key_state: Any,
+        query_state: FoldState,
+        key_state: FoldState,
     ) -> _RingResult:
         """Folds the keys of all visible devices, which arrive one after another.
 
@@ -518,7 +526,9 @@ class _Ring:
         steps = self.steps
         device = jax.lax.axis_index(self.axes)
 
-        def attend_device(keys: _KeyPieces, states: tuple[Any, Any], step: Any) -> tuple[Any, Any]:
+        def attend_device(
+            keys: _KeyPieces, states: tuple[FoldState, FoldState], step: jax.Array | int
+        ) -> tuple[FoldState, FoldState]:
             pieces = _KVBlock(
                 k_BSKH=keys.k_QBSKH,
                 v_BSKH=keys.v_QBSKH,
@@ -529,7 +539,9 @@ class _Ring:
             query_state, key_state = states
             return self._fold(block_fn, queries, pieces, query_state, key_state)
 
-        def rotate_and_attend(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        def rotate_and_attend(
+            carry: tuple[_KeyPieces, tuple[FoldState, FoldState]], step: jax.Array
+        ) -> tuple[tuple[_KeyPieces, tuple[FoldState, FoldState]], None]:
             keys, (query_state, key_state) = carry
             keys, key_state = self._rotate((keys, key_state), 1)
             return (keys, attend_device(keys, (query_state, key_state), step)), None
@@ -547,18 +559,22 @@ class _Ring:
         block_fn: _BlockFn,
         queries: _QueryBlock,
         keys: _KVBlock,
-        query_state: Any,
-        key_state: Any,
-    ) -> tuple[Any, Any]:
+        query_state: FoldState,
+        key_state: FoldState,
+    ) -> tuple[FoldState, FoldState]:
         """Returns both states after all blocks of queries met all pieces of a device's keys.
 
         Pairs of a block and a piece of which no query sees a key are skipped at run time.
         """
 
-        def fold_piece(query_state: Any, piece: tuple[_KVBlock, Any]) -> tuple[Any, Any]:
+        def fold_piece(
+            query_state: FoldState, piece: tuple[_KVBlock, FoldState]
+        ) -> tuple[FoldState, FoldState]:
             keys, key_state = piece
 
-            def fold_block(key_state: Any, block: tuple[_QueryBlock, Any]) -> tuple[Any, Any]:
+            def fold_block(
+                key_state: FoldState, block: tuple[_QueryBlock, FoldState]
+            ) -> tuple[FoldState, FoldState]:
                 queries, query_state = block
                 attend_block = functools.partial(block_fn, queries, keys)
                 visible = self._any_visible(queries, keys)
@@ -575,7 +591,7 @@ class _Ring:
 
         return jax.lax.scan(fold_piece, query_state, (keys, key_state))
 
-    def _any_visible(self, queries: _QueryBlock, keys: _KVBlock) -> Any:
+    def _any_visible(self, queries: _QueryBlock, keys: _KVBlock) -> jax.Array | bool:
         """Returns whether any query of a block may see any key; True if that is always so."""
         causal = self.spec.causal
         window = self.spec.window
@@ -583,7 +599,7 @@ class _Ring:
             return True
         nearest = queries.positions_R[0] - keys.positions_S[-1]
         farthest = queries.positions_R[-1] - keys.positions_S[0]
-        visible: Any = farthest >= 0 if causal else True
+        visible = farthest >= 0 if causal else True
         if window is not None:
             visible = visible & (nearest < window) & (farthest >= -window)
         return visible
@@ -692,7 +708,7 @@ class _Ring:
         size = self.length // self.num_pieces
         return numbers_Q[:, None] * size + jnp.arange(size)
 
-    def _rotate(self, tree: Any, by: int) -> Any:
+    def _rotate(self, tree: Tree, by: int) -> Tree:
         """Sends arrays to the device `by` positions ahead."""
         if by % self.num_parts == 0:
             return tree
@@ -725,7 +741,7 @@ def _per_head(inputs: _RingInputs) -> _PerHead:
     return _PerHead(heads_N=inputs.heads_N, slopes_N=inputs.slopes_N, hooks=inputs.hooks)
 
 
-def _split_floats(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+def _split_floats(tree: Tree) -> tuple[list[jax.Array], Callable[..., Tree]]:
     """Returns the differentiable arrays of a tree, and a function that puts others in their place.
 
     Its argument `others` is what the remaining arrays become; without it they stay.
@@ -733,7 +749,7 @@ def _split_floats(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
     leaves, structure = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
-    def restore(floats: list[jax.Array], **others: Any) -> Any:
+    def restore(floats: list[jax.Array], **others: jax.Array | None) -> Tree:
         iterator = iter(floats)
         restored = [
             next(iterator) if differentiable else others.get("others", leaf)
@@ -761,6 +777,6 @@ def _memory_block(persistent_kv: PersistentKV, batch: int) -> _KVBlock:
     return _KVBlock(k_BSKH=k_1BMKH, v_BSKH=v_1BMKH, positions_S=None, segments_BS=None)
 
 
-def _zeros_like(arrays: Any) -> Any:
+def _zeros_like(arrays: Tree) -> Tree:
     """Returns float32 zeros of the same shapes."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)

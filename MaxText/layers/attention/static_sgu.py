@@ -11,7 +11,7 @@ tokens, S = P + T input tokens.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from MaxText.layers.attention.attention import average_keys_visible
 from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum_f32
-from MaxText.layers.part import DecodeState, Flops, Init, Mixer, Scalars
+from MaxText.layers.part import DecodeState, Flops, Init, Mixer, MixerInput, Scalars
 
 
 class BesideStaticSGU(Mixer):
@@ -68,9 +68,9 @@ class BesideStaticSGU(Mixer):
         num_inputs = config.attention.static_sgu_kernel * dimensions.emb_dim // 2
         return bytes_per_token, fixed + num_inputs * itemsize
 
-    def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:
+    def _halves(self, x_BTD: MixerInput) -> tuple[jax.Array, MixerInput]:
         """Returns the input of the SGU, x_BTE, and that of the mixer."""
-        x_BTD = x_BTD[0] if self.has_separate_inputs else x_BTD
+        x_BTD = x_BTD[0] if isinstance(x_BTD, tuple) else x_BTD
         sgu_BTE, mixer_BTE = jnp.split(x_BTD, 2, axis=-1)
         sgu_BTE = jax.lax.stop_gradient(sgu_BTE)
         if self.has_separate_inputs:
@@ -82,13 +82,13 @@ class BesideStaticSGU(Mixer):
         record(y_BTE, "static_sgu")
         return y_BTE
 
-    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: MixerInput, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns the sums and the mixer's output, [B, T, D], and the mixer's losses."""
         sgu_BTE, mixer_input = self._halves(x_BTD)
         out_BTE, scalars = super().__call__(mixer_input, context)
         return jnp.concatenate([self._sums(sgu_BTE, context), out_BTE], axis=-1), scalars
 
-    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
+    def prefill(self, x_BTD: MixerInput, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output of prompts, and (the mixer's state, their newest inputs x_BPE)."""
         sgu_BTE, mixer_input = self._halves(x_BTD)
         out_BTE, state = super().prefill(mixer_input, context)
@@ -102,7 +102,7 @@ class BesideStaticSGU(Mixer):
         return y_BTD, (state, newest_BPE)
 
     def decode_step(
-        self, x_BTD: Any, state: DecodeState, context: ForwardContext
+        self, x_BTD: MixerInput, state: DecodeState, context: ForwardContext
     ) -> tuple[jax.Array, DecodeState]:
         """Returns the output of new tokens, and the state of `prefill` after them."""
         sgu_BTE, mixer_input = self._halves(x_BTD)

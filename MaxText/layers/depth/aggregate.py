@@ -12,16 +12,23 @@ of a token, M streams with a norm.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from MaxText.layers.depth.norms import NO_NORMS, Norms, chip_memory
 from MaxText.layers.lowering.fusion import compute_once
-from MaxText.layers.lowering.gradient_barriers import is_zero
+from MaxText.layers.lowering.gradient_barriers import Gradient, is_zero
 from MaxText.parallelism.logical_sharding import HIDDEN, current_sharding, platform, split_axes
+from MaxText.value_types import PyTree
+
+# Arrays by the name of an operand or a gradient; those of the sources are a list.
+ArraysByName = dict[str, Any]
+Result = TypeVar("Result")  # of a kernel: a tree of arrays
+_Gradients = list[Gradient]
 
 KERNEL_TOKENS = 16  # with fewer (as in decoding) a kernel's tile is not full
 KERNEL_WIDTH = 128  # must divide emb_dim
@@ -85,7 +92,7 @@ class _Operands(NamedTuple):
     scales_SD: jax.Array | None
     factors_MD: jax.Array | None  # of fused norms
 
-    def by_name(self) -> dict[str, Any]:
+    def by_name(self) -> ArraysByName:
         """Returns the operands of a kernel, without those that are None."""
         arrays = {
             "weights": self.weights_BTCS,
@@ -155,7 +162,9 @@ def _aggregate(
     return compute_once(sums), operands.sources
 
 
-def _aggregate_forward(form: str, norms: Norms, perturbed: Any) -> tuple[Any, _Operands]:
+def _aggregate_forward(
+    form: str, norms: Norms, perturbed: _Operands
+) -> tuple[tuple[list[jax.Array], list[jax.Array]], _Operands]:
     """Returns the results of `_aggregate`, and the operands as residuals."""
     # With symbolic zeros, leaves are pairs (value, perturbed).
     operands = jax.tree.map(lambda x: x.value, perturbed)
@@ -163,7 +172,7 @@ def _aggregate_forward(form: str, norms: Norms, perturbed: Any) -> tuple[Any, _O
 
 
 def _aggregate_backward(
-    form: str, norms: Norms, operands: _Operands, gradients: Any
+    form: str, norms: Norms, operands: _Operands, gradients: tuple[_Gradients, _Gradients]
 ) -> tuple[_Operands]:
     """Returns the gradients of the operands.
 
@@ -209,7 +218,7 @@ def _aggregate_backward(
 _aggregate.defvjp(_aggregate_forward, _aggregate_backward, symbolic_zeros=True)
 
 
-def _array(gradient: Any) -> jax.Array:
+def _array(gradient: Gradient) -> jax.Array:
     """Returns a gradient as an array, also if it is a symbolic zero."""
     if is_zero(gradient):
         return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
@@ -294,7 +303,7 @@ _product = functools.partial(jnp.einsum, precision="highest")  # float32 on ever
 
 
 def _accumulate(
-    gradient_BTD: jax.Array, accumulated: Sequence[jax.Array] | None, source: int, dtype: Any
+    gradient_BTD: jax.Array, accumulated: Sequence[jax.Array] | None, source: int, dtype: DTypeLike
 ) -> jax.Array:
     """Adds the gradient of a source to that so far, and rounds the result to `dtype`."""
     if accumulated is not None:
@@ -306,20 +315,20 @@ def _kernel(norms: Norms, operands: _Operands) -> list[jax.Array]:
     """Returns y_BTD of each stream by the kernel."""
     from MaxText.layers.depth import kernel  # here, as Pallas takes a second to import
 
-    def run(arrays: dict[str, Any], **_: Any) -> list[jax.Array]:
+    def run(arrays: ArraysByName, **_: Sequence[str]) -> list[jax.Array]:
         sums = kernel.forward(_flat(arrays), norms, interpret=platform() != "tpu")
         return [y_ND.reshape(arrays["sources"][0].shape) for y_ND in sums]
 
     return _shard_map(run, lambda state, _: state, operands.by_name())
 
 
-def _kernel_gradients(norms: Norms, operands: dict[str, Any]) -> dict[str, Any]:
+def _kernel_gradients(norms: Norms, operands: ArraysByName) -> ArraysByName:
     """Returns gradients by the kernel, as kernel.backward names them, of unflattened shapes."""
     from MaxText.layers.depth import kernel
 
     def run(
-        arrays: dict[str, Any], token_axes: Sequence[str] = (), dim_axes: Sequence[str] = ()
-    ) -> dict[str, Any]:
+        arrays: ArraysByName, token_axes: Sequence[str] = (), dim_axes: Sequence[str] = ()
+    ) -> ArraysByName:
         grads = kernel.backward(_flat(arrays), norms, interpret=platform() != "tpu")
         # Sums over sharded dimensions or tokens are partial on each device.
         if dim_axes:
@@ -340,7 +349,7 @@ def _kernel_gradients(norms: Norms, operands: dict[str, Any]) -> dict[str, Any]:
     return _shard_map(run, specs, operands)
 
 
-def _flat(arrays: dict[str, Any]) -> dict[str, Any]:
+def _flat(arrays: ArraysByName) -> ArraysByName:
     """Joins B and T to N, and C and S to K."""
     return jax.tree.map(
         lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), arrays
@@ -348,10 +357,10 @@ def _flat(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shard_map(
-    run: Callable[..., Any],
-    result_specs: Callable[[PartitionSpec, PartitionSpec], Any],
-    operands: dict[str, Any],
-) -> Any:
+    run: Callable[..., Result],
+    result_specs: Callable[[PartitionSpec, PartitionSpec], PyTree],
+    operands: ArraysByName,
+) -> Result:
     """Runs a kernel on each device's shards, since XLA cannot partition it.
 
     Args:

@@ -302,9 +302,13 @@ def rms_norm_matmul(
     return _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
+# x_BTD, W_DK, r_BT1, r x W_BTK
+_RmsNormMatmulResiduals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 def _rms_norm_matmul_forward(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, _RmsNormMatmulResiduals]:
     """Returns r x W; and as residuals x, W, r and x W."""
     # Saved under every policy: both are small, and recomputing either would read x again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
@@ -316,7 +320,7 @@ def _rms_norm_matmul_forward(
 
 
 def _rms_norm_matmul_backward(
-    epsilon: float, precision: str | None, residuals: Any, grad_y_BTK: jax.Array
+    epsilon: float, precision: str | None, residuals: _RmsNormMatmulResiduals, grad_y_BTK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients with respect to x and W.
 

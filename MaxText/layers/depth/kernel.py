@@ -25,7 +25,10 @@ MAX_ROWS = 128
 MAX_CHUNK = 512  # dimensions in registers at once
 _PARTIAL_GRAD_FACTORS = "partial_grad_factors"  # sums of each tile, [tiles, M, D]
 
+# Arrays by name; inside a kernel references to those of its tile. Sources are a list of them.
 Operands = dict[str, Any]
+TileSlice = slice | pl.Slice  # tokens or dimensions of a tile
+Ref = Any  # memory of a kernel, read and written by indices: pallas has no type for it
 
 
 def forward(
@@ -51,9 +54,7 @@ def forward(
     )["sums"]
 
 
-def backward(
-    operands: Operands, norms: Norms = NO_NORMS, *, interpret: bool = False
-) -> dict[str, Any]:
+def backward(operands: Operands, norms: Norms = NO_NORMS, *, interpret: bool = False) -> Operands:
     """Returns gradients of `forward`, accumulating those of sources.
 
         grad_weights_cs = sum_D g_c * scale_s * x_s      grad_sources_s += sum_c w_cs g_c
@@ -97,7 +98,7 @@ def _call(
     norms: Norms,
     flops_per_number: int,
     interpret: bool,
-) -> dict[str, Any]:
+) -> Operands:
     """Runs a kernel over tiles of tokens with shared scales and factors.
 
     `body` takes (chunk, inputs, results, scratch). "accumulated" donates its memory to
@@ -132,7 +133,7 @@ def _call(
             return pl.BlockSpec((1, *x.shape[1:]), lambda tile: (tile, 0, 0))
         return pl.BlockSpec((rows, x.shape[1]), lambda tile: (tile, 0))
 
-    def specs(arrays: dict[str, Any]) -> dict[str, Any]:
+    def specs(arrays: dict[str, Any]) -> Operands:
         return {
             name: [spec(name, x) for x in x] if isinstance(x, list) else spec(name, x)
             for name, x in arrays.items()
@@ -171,15 +172,17 @@ class Tile(NamedTuple):
         """Tokens at once."""
         return min(self.shape[0], TILE_ROWS)
 
-    def for_tokens(self, do: Callable[[Any], Any]) -> None:
+    def for_tokens(self, do: Callable[[TileSlice], object]) -> None:
         """Calls `do` with slices of tokens, in a loop."""
         _for_each(self.shape[0], self.step, do)
 
-    def for_columns(self, do: Callable[[Any], Any]) -> None:
+    def for_columns(self, do: Callable[[TileSlice], object]) -> None:
         """Calls `do` with slices of dimensions, in a loop."""
         _for_each(self.shape[1], self.chunk, do)
 
-    def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
+    def sums(
+        self, terms: Callable[[TileSlice], Sequence[jax.Array]], number: int
+    ) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
         width = min(self.chunk, 128)
 
@@ -202,20 +205,22 @@ class Tile(NamedTuple):
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
 
-def _for_each(length: int, step: int, do: Callable[[Any], Any]) -> None:
+def _for_each(length: int, step: int, do: Callable[[TileSlice], object]) -> None:
     def body(i, _):
         do(pl.ds(i * step, step))
 
     jax.lax.fori_loop(0, length // step, body, None)
 
 
-def _source(operands: Operands, s: int, token: Any, columns: Any) -> jax.Array:
+def _source(operands: Operands, s: int, token: TileSlice, columns: TileSlice) -> jax.Array:
     """Returns a part of scale_s * x_s, float32."""
     x = operands["sources"][s][token, columns].astype(jnp.float32)
     return x * operands["scales"][pl.ds(s, 1), columns] if "scales" in operands else x
 
 
-def _sums(operands: Operands, streams: Sequence[int], token: Any, columns: Any) -> list[jax.Array]:
+def _sums(
+    operands: Operands, streams: Sequence[int], token: TileSlice, columns: TileSlice
+) -> list[jax.Array]:
     """Returns a part of the weighted sums of some streams, float32."""
     num_sources = len(operands["sources"])
     totals: list[Any] = [None] * len(streams)
@@ -228,7 +233,7 @@ def _sums(operands: Operands, streams: Sequence[int], token: Any, columns: Any) 
 
 
 def _forward_body(
-    norms: Norms, chunk: int, operands: Operands, results: dict[str, Any], scratch: Any = None
+    norms: Norms, chunk: int, operands: Operands, results: Operands, scratch: Ref = None
 ) -> None:
     """Computes `forward` for one tile.
 
@@ -309,7 +314,7 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
 
 
 def _backward_body(
-    norms: Norms, chunk: int, operands: Operands, results: dict[str, Any], scratch: Any = None
+    norms: Norms, chunk: int, operands: Operands, results: Operands, scratch: Ref = None
 ) -> None:
     """Computes `backward` for one tile.
 

@@ -4,7 +4,6 @@ Legend: B sequences, T tokens, D emb_dim, F mlp_dim.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from flax import nnx
@@ -44,7 +43,7 @@ class MLP(FeedForward):
     not_recomputed = ("wo",)
 
     @classmethod
-    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> "MLP | RoutedMoE":
         """Builds an MLP, or with num_experts > 1 a mixture of experts; see `Part.build`."""
         config = layer.config.feed_forward
         experts = layer.config.mixture_of_experts

@@ -10,13 +10,18 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from MaxText.value_types import PyTree
 
-def is_zero(gradient: Any) -> bool:
+# An array; or a SymbolicZero, where a backward pass asks for symbolic zeros.
+Gradient = Any
+
+
+def is_zero(gradient: Gradient) -> bool:
     """Returns whether a gradient is known to be zero while tracing (see `symbolic_zeros`)."""
     return isinstance(gradient, SymbolicZero)
 
 
-def barrier(gradients: Any) -> Any:
+def barrier(gradients: PyTree) -> PyTree:
     """Returns a tree of gradients that all wait for each other; None for a symbolic zero.
 
     None instead of an array of zeros, which would have to be computed to pass the barrier.
@@ -30,7 +35,7 @@ def barrier(gradients: Any) -> Any:
 
 
 @jax.custom_vjp
-def barrier_gradients(values: Any) -> Any:
+def barrier_gradients(values: PyTree) -> PyTree:
     """Returns `values`; their gradients pass one optimization barrier.
 
     For any backend. The forward pass has no barrier.

@@ -2,19 +2,24 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from MaxText.parallelism.logical_sharding import current_sharding, platform, split_axes
 
+# jax.lax.dot_general's dimension_numbers, hashable: the contracted dimensions of both operands, and
+# those of their batch.
+DotDims = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]],
+    tuple[tuple[int, ...], tuple[int, ...]],
+]
 _VOCAB_ALIGNMENT = 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def cpu_dot(
-    dimension_numbers: jax.lax.DotDimensionNumbers,
+    dimension_numbers: DotDims,
     precision: str | None,
     x: jax.Array,
     kernel: jax.Array,
@@ -35,14 +40,19 @@ def cpu_dot(
     return jax.lax.dot_general(x, kernel, dimension_numbers, precision=precision)
 
 
-def _cpu_dot_forward(dimension_numbers: Any, precision: Any, x: jax.Array, kernel: jax.Array):
+def _cpu_dot_forward(
+    dimension_numbers: DotDims,
+    precision: str | None,
+    x: jax.Array,
+    kernel: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the product, and its operands as residuals."""
     return cpu_dot(dimension_numbers, precision, x, kernel), (x, kernel)
 
 
 def _cpu_dot_backward(
-    dimension_numbers: Any,
-    precision: Any,
+    dimension_numbers: DotDims,
+    precision: str | None,
     operands: tuple[jax.Array, jax.Array],
     grad_y: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:

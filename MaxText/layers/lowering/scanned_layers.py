@@ -1,7 +1,5 @@
 """Casts and layouts of arrays inside the scan over layers."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -15,9 +13,10 @@ from MaxText.parallelism.logical_sharding import (
     platform,
     split_axes,
 )
+from MaxText.value_types import Tree
 
 
-def with_token_major_layout(tree: Any) -> Any:
+def with_token_major_layout(tree: Tree) -> Tree:
     """Constrains hidden states [B, T, ...] to a token-major layout on TPU, without transposes.
 
     Not where tokens or stages are split, too: to constrain such arrays XLA gathers them whole, 288

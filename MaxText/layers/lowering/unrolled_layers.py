@@ -1,13 +1,17 @@
 """Weights of unrolled layers that are stored as one stacked tree, and their gradients."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.lowering.gradient_barriers import barrier, barrier_gradients, is_zero
+from MaxText.layers.lowering.gradient_barriers import (
+    Gradient,
+    barrier,
+    barrier_gradients,
+    is_zero,
+)
 from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import platform
+from MaxText.value_types import PyTree, Tree
 
 
 def take_layer(stacked: Params, index: int) -> Params:
@@ -92,7 +96,7 @@ class SequentialWeights:
         """
         self._weights = weights
 
-    def take(self, index: int, carry: Any) -> tuple[Params, Any]:
+    def take(self, index: int, carry: Tree) -> tuple[Params, Tree]:
         """Returns the weights of layer `index`, and the carry that the layer has to read.
 
         Each layer has to be taken once, in order.
@@ -101,12 +105,11 @@ class SequentialWeights:
             row = index % len(self._weights)
             self._weights[row], carry = barrier_gradients((self._weights[row], carry))
             return self._weights[row], carry
-        take: Any = _take_sequentially  # pyright does not know the signature of a custom_vjp
-        layer, self._weights, carry = take(index, self._weights, carry)
+        layer, self._weights, carry = _take_sequentially(index, self._weights, carry)
         return layer, carry
 
 
-def _take(index: int, stacked: Params, carry: Any) -> tuple[Params, Params, Any]:
+def _take(index: int, stacked: Params, carry: Tree) -> tuple[Params, Params, Tree]:
     """Returns a layer's weights, the stack for the layers after it, and `carry`.
 
     In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
@@ -118,16 +121,18 @@ def _take(index: int, stacked: Params, carry: Any) -> tuple[Params, Params, Any]
 _take_sequentially = jax.custom_vjp(_take, nondiff_argnums=(0,))
 
 
-def _take_forward(index: int, *arguments: Any) -> tuple[Any, None]:
+def _take_forward(index: int, *arguments: PyTree) -> tuple[PyTree, None]:
     """Returns the outputs of `_take`; there are no residuals."""
     # With symbolic zeros, arguments are pairs (value, perturbed).
     return _take_sequentially(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
-def _take_backward(index: int, _: None, gradients: Any) -> tuple[Any, Any]:
+def _take_backward(
+    index: int, _: None, gradients: tuple[PyTree, PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
     """Writes a layer's gradients into the stacked ones, before the gradient of `carry` goes on."""
 
-    def write(layer_gradient: Any, accumulated: Any) -> Any:
+    def write(layer_gradient: Gradient, accumulated: Gradient) -> Gradient:
         if is_zero(layer_gradient):
             return accumulated
         if is_zero(accumulated):

@@ -254,6 +254,7 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "qwen3_moe": {
+        "num_hidden_layers": 2,
         "head_dim": 8,
         "num_experts": 5,
         "num_experts_per_tok": 3,
@@ -273,6 +274,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
     "qwen2_moe": {
+        "num_hidden_layers": 2,
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
@@ -335,6 +337,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **LATENT,
+        "num_hidden_layers": 2,
         "q_lora_rank": 10,
         "n_shared_experts": 1,
         "n_group": 4,
@@ -378,7 +381,7 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "minimax_m2": {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "head_dim": 12,
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -389,7 +392,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "granitemoe": {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_local_experts": 5,
         "num_experts_per_tok": 3,
         "embedding_multiplier": 3.0,
@@ -400,12 +403,13 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "hy_v3": {
+        "num_hidden_layers": 2,
         "head_dim": 8,
         "num_experts": 6,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 12,
         "num_shared_experts": 2,
-        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "mlp_layer_types": ["sparse", "dense"],
         "router_scaling_factor": 1.7,
     },
 }
