@@ -159,6 +159,9 @@ MIXERS: dict[AttentionKind, str] = {
 SOFTMAX_MIXERS = ("attention", "local_attention", "latent_attention")
 # Those with the same projections.
 ATTENTION_MIXERS = ("attention", "local_attention", "linear_attention")
+# Those with a state that the delta rule changes.
+DELTA_MIXERS = ("gated_delta_net", "kda")
+RECURRENT_MIXERS = DELTA_MIXERS
 
 _ROTARY = {"position_embedding": "rotary"}
 _SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn", "longrope"]}
@@ -344,6 +347,52 @@ class AttentionConfig(Section):
         return tuple(kinds)
 
 
+class KimiDeltaAttentionConfig(Section):
+    """Layers of Kimi Delta Attention (arXiv 2510.26692), with mixer=kda.
+
+    They have linear_num_value_heads heads.
+    """
+
+    kda_lower_bound: float | None = key(None, lt=0)
+    """Bound of the logarithm of a state's decay by one token: it is the bound times sigmoid of
+    exp(A_log) times the rate, as in Ling 3 (HF: kda_lower_bound, -5 there). null has no bound: it
+    is -exp(A_log) softplus(rate), as in Kimi Linear."""
+    kda_lora_rank: Natural | None = key(None)
+    """Rank of the projections to the decays and to the gate of outputs. null is
+    linear_key_head_dim (Kimi Linear); 0 is one full matrix each (Ling 3)."""
+
+
+class RecurrentConfig(Section):
+    """Recurrent mixers: layers with a state of fixed size instead of a KV cache.
+
+    Their heads are not those of attention.
+    """
+
+    linear_num_key_heads: Count = key(16)
+    """Heads of queries and keys in layers with mixer=gated_delta_net (MaxText:
+    gdn_num_key_heads)."""
+    linear_num_value_heads: Count = key(32)
+    """Heads of values, a multiple of linear_num_key_heads: each key serves several values (MaxText:
+    gdn_num_value_heads). With mixer=kda also the heads of queries and keys."""
+    linear_key_head_dim: Count = key(128)
+    """Width of each query and key (MaxText: gdn_key_head_dim)."""
+    linear_value_head_dim: Count = key(128)
+    """Width of each value, and of each output (MaxText: gdn_value_head_dim)."""
+    linear_conv_kernel_dim: Count = key(4, unit="tokens")
+    """Tokens that the convolution of queries, keys and values sees (MaxText:
+    gdn_conv_kernel_dim)."""
+    linear_chunk_size: Count = key(64, unit="tokens")
+    """Tokens that are multiplied with each other; a state goes from chunk to chunk. No effect on
+    the result besides rounding (MaxText: gdn_chunk_size)."""
+    linear_allow_neg_eigval: bool = key(False)
+    """Let a token change the state's answer to its key by up to twice the difference from its
+    value, so that transitions of the state have eigenvalues from -1 to 1 (arXiv 2411.12537)."""
+    linear_norm_epsilon: NonNegative | None = key(None)
+    """Epsilon of the gated norm of outputs; null is normalization_layer_epsilon (OLMo hybrid:
+    1e-5)."""
+    kda: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()
+
+
 _MLP = {"feed_forward_type": "mlp"}
 
 
@@ -434,6 +483,12 @@ class MoEConfig(Section):
     """Groups that a token chooses from (DeepSeek V3: 4); -1 is all."""
     routing_group_score: Literal["max", "top2_sum"] = key("top2_sum", only_if=_GROUPS)
     """Score of a group: its best expert's (DeepSeek V2), or the sum of its best two (V3)."""
+    routed_bias: bool = key(False)
+    """A bias for each expert, added to the scores that experts are chosen by and not to gates
+    (DeepSeek V3). It balances the load without a loss: routed_bias_update_rate."""
+    routed_bias_update_rate: NonNegative = key(0.0, only_if={"routed_bias": True})
+    """What a step adds to the biases of experts with a load below the mean, and subtracts from
+    those above (DeepSeek V3: 0.001); 0 keeps them. Skipped steps and evaluation keep them, too."""
     router_bias: bool = key(False, "Bias of the router's logits (gpt-oss).")
     expert_bias: bool = key(False, "Biases of the experts (gpt-oss).")
     shared_experts: Natural = key(0)

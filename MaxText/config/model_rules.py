@@ -8,10 +8,14 @@ from MaxText.config.axis_rules import NETWORKS, size_key
 from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
+    DELTA_MIXERS,
+    RECURRENT_MIXERS,
     SOFTMAX_MIXERS,
+    KimiDeltaAttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
     NotElementwise,
+    RecurrentConfig,
 )
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
@@ -468,7 +472,7 @@ def _attention_types_name_all_layers(config: Config) -> ConfigIssue | None:
     )
 
 
-# Key of attention -> the mixers that read it, one of which has to be there.
+# Key of mixers -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
     "linear_attention.chunk": ("linear_attention",),
@@ -480,6 +484,9 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_sinks": SOFTMAX_MIXERS,
     "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
     **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
+    **dict.fromkeys((name for name in RecurrentConfig.model_fields if name != "kda"), DELTA_MIXERS),
+    "linear_num_key_heads": ("gated_delta_net",),
+    **dict.fromkeys(KimiDeltaAttentionConfig.model_fields, ("kda",)),
 }
 
 
@@ -489,15 +496,18 @@ _READ_BY_SOFTMAX = ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
 
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
-    attention = config.model.attention
+    sections = (config.model.attention, config.model.recurrent)
     mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
     with_softmax = {name for name in mixers if not _replaces_softmax(name)}
     softmax_with_bases = with_softmax.union(*map(_base_mixers, with_softmax))
-    attention_values = attention.values_by_key()
-    defaults = type(attention)().values_by_key()
+    values = {}
+    defaults = {}
+    for section in sections:
+        values |= section.values_by_key()
+        defaults |= type(section)().values_by_key()
     for name, readers in _READ_BY.items():
-        if attention_values[name] == defaults[name]:
+        if values[name] == defaults[name]:
             continue
         # A part that replaces the softmax may still read the scale, or have the gate.
         reading_mixers = softmax_with_bases if name in _READ_BY_SOFTMAX else with_bases
@@ -506,6 +516,40 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
                 keys=(name,),
+            )
+    return None
+
+
+@rule("mixer", "causal", "dense_conn", "dense_streams")
+def _recurrent_mixers_go_from_token_to_token(config: Config) -> ConfigIssue | None:
+    model = config.model
+    recurrent = [name for name in model.mixers if name in RECURRENT_MIXERS]
+    if not recurrent:
+        return None
+    if not model.attention.causal:
+        return ConfigIssue(
+            message=f"mixer={recurrent[0]} reads earlier tokens only, but causal=false",
+            keys=("mixer", "causal"),
+        )
+    if model.dense_connections.mixes_attention_inputs:
+        return ConfigIssue(
+            message=f"mixer={recurrent[0]} has one input, and dense_conn=true makes several",
+            remedies=("dense_streams=[r]",),
+            keys=("mixer", "dense_streams"),
+        )
+    return None
+
+
+@rule("linear_num_key_heads", "linear_num_value_heads", "mixer")
+def _keys_serve_the_same_number_of_values(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        keys = layer.config.recurrent
+        is_grouped = layer.config.block.mixer == "gated_delta_net"
+        if is_grouped and keys.linear_num_value_heads % keys.linear_num_key_heads:
+            return ConfigIssue(
+                message=f"linear_num_value_heads={keys.linear_num_value_heads} is not a multiple "
+                f"of linear_num_key_heads={keys.linear_num_key_heads}",
+                keys=("linear_num_value_heads", "linear_num_key_heads"),
             )
     return None
 
@@ -594,7 +638,7 @@ def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | Non
 
 def _replaces_softmax(name: str) -> bool:
     """Returns whether a mixer is derived from attention and has an `attend` of its own."""
-    if name == "linear_attention":
+    if name in ("linear_attention", *RECURRENT_MIXERS):
         return True
     has_softmax = getattr(registration("mixer", name).target, "has_softmax", True)
     return not has_softmax and bool(_base_mixers(name).intersection(ATTENTION_MIXERS))

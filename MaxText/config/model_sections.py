@@ -26,6 +26,7 @@ from MaxText.config.layer_sections import (
     MoEConfig,
     PattentionConfig,
     PositionConfig,
+    RecurrentConfig,
 )
 from MaxText.config.part_sections import ObjectiveParts, Parts
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
@@ -327,6 +328,7 @@ class ModelConfig(Section):
     block: BlockConfig = BlockConfig()
     position: PositionConfig = PositionConfig()
     attention: AttentionConfig = AttentionConfig()
+    recurrent: RecurrentConfig = RecurrentConfig()
     feed_forward: FeedForwardConfig = FeedForwardConfig()
     mixture_of_experts: MoEConfig = MoEConfig()
     pattention: PattentionConfig = PattentionConfig()

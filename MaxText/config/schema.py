@@ -317,6 +317,7 @@ _OF_LAYERS = (
     "block",
     "position",
     "attention",
+    "recurrent",
     "feed_forward",
     "mixture_of_experts",
     "pattention",

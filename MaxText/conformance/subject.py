@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import MeshConfig
@@ -121,11 +122,22 @@ class Subject:
         run = self.traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]
-        square = sum(np.sum(np.square(gradient)) for gradient in jax.tree.leaves(gradients))
+        slopes = self._without_statistics(gradients)
+        square = sum(np.sum(np.square(slope)) for slope in jax.tree.leaves(slopes))
         fall = 0.003  # so small that the loss is linear
-        moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
+        moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, slopes)
         fell = float(loss - run(moved)[0][0][0]) / fall
         return Outputs(losses, logits, decoded, fell)
+
+    def _without_statistics(self, gradients: Params) -> Params:
+        """Returns gradients with 0 for weights with an update rule, whose gradient is none."""
+        flat = traverse_util.flatten_dict(gradients, sep="/")
+        flat |= {
+            name: np.zeros(spec.shape, spec.dtype)
+            for name, spec in self.models[0].parameters.items()
+            if spec.update_rule
+        }
+        return traverse_util.unflatten_dict(flat, sep="/")
 
     def loss(self, params: Params, model: Model, batch: Batch) -> jax.Array:
         """Returns the mean loss of a batch in training, which is what training minimizes."""
@@ -137,7 +149,7 @@ class Subject:
             training=True,
             frozen=self.frozen,
         )
-        return sum(sums.means(loss_totals(model, batch)).values())  # type: ignore
+        return sums.minimized(loss_totals(model, batch))
 
     def _program(self, params: Params) -> Any:
         """Returns both models' losses with gradients, logits of `variants`, and decoded logits."""

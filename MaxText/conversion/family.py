@@ -10,7 +10,8 @@ Letters: D emb_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V v
 positions, J parameters per tensor, E experts, U a dimension of size 1 that the parameter lacks.
 Pattention slots: Q of each of query, key and value; O of the output projection; S of the
 feed-forward. Dense connections: C streams, L aggregated hidden states, W hidden width of the weight
-network. Sizes may differ by layer.
+network. Latent attention: Q and L widths of the vectors that queries, and keys and values, are
+projected from; W width of a value, or of a key and a value. G gates. Sizes may differ by layer.
 """
 
 import dataclasses
@@ -96,6 +97,7 @@ class _Patterns:
 
 
 RotaryOrder = Literal["halves", "adjacent", "reversed"]
+RotaryPart = Literal["first", "last"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,11 @@ class WeightMapping:
     # the rotary dimensions pairs with the second. "adjacent": pairs are (0, 1), (2, 3), ...
     # "reversed": halves that turn the other way, which is a rotation of (a, -b).
     rotary_order: RotaryOrder = "halves"
+    # Which dimensions of a head are rotated, if not all: the first, or the last (latent attention).
+    rotary_part: RotaryPart = "first"
+    # A further parameter, which the model must have, or must not have, for the row to apply.
+    only_with: str = ""
+    only_without: str = ""
 
     @property
     def param_names(self) -> tuple[str, ...]:
@@ -184,37 +191,44 @@ class WeightMapping:
             for layout, part, shape in zip(self._patterns, parts, shapes, strict=False)
             for array in layout.split(part, shape)
         ]
-        return [_to_halves(array, self.rotary_order, rotary_dims) for array in arrays]
+        return [self._reordered(array, _to_halves, rotary_dims) for array in arrays]
 
     def join(self, arrays: Sequence[np.ndarray], rotary_dims: int = 0) -> np.ndarray:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
-        arrays = [_from_halves(array, self.rotary_order, rotary_dims) for array in arrays]
+        arrays = [self._reordered(array, _from_halves, rotary_dims) for array in arrays]
         if len(self._patterns) == 1:
             return self._patterns[0].join(arrays)
         joined = zip(self._patterns, arrays, strict=True)
         return np.concatenate([layout.join([array]) for layout, array in joined])
 
+    def _reordered(
+        self,
+        array: np.ndarray,
+        reorder: Callable[[np.ndarray, RotaryOrder], np.ndarray],
+        rotary_dims: int,
+    ) -> np.ndarray:
+        """Returns an array whose rotated dimensions of each head are in another order."""
+        if self.rotary_order == "halves" or rotary_dims == 0:
+            return array
+        start = array.shape[-1] - rotary_dims if self.rotary_part == "last" else 0
+        before, rotated, after = np.split(array, [start, start + rotary_dims], axis=-1)
+        return np.concatenate([before, reorder(rotated, self.rotary_order), after], axis=-1)
 
-def _to_halves(array: np.ndarray, order: RotaryOrder, num_dims: int) -> np.ndarray:
-    """Returns an array whose first `num_dims` numbers of each head pair by halves."""
-    if order == "halves":
-        return array
-    rotated = array[..., :num_dims]
+
+def _to_halves(array: np.ndarray, order: RotaryOrder) -> np.ndarray:
+    """Returns rotated dimensions of which the first half pairs with the second."""
     if order == "adjacent":
-        parts = [rotated[..., 0::2], rotated[..., 1::2]]
-    else:
-        parts = [rotated[..., : num_dims // 2], -rotated[..., num_dims // 2 :]]
-    return np.concatenate([*parts, array[..., num_dims:]], axis=-1)
+        return np.concatenate([array[..., 0::2], array[..., 1::2]], axis=-1)
+    first, second = np.split(array, 2, axis=-1)
+    return np.concatenate([first, -second], axis=-1)
 
 
-def _from_halves(array: np.ndarray, order: RotaryOrder, num_dims: int) -> np.ndarray:
-    """Returns an array in another rotary order; the inverse of `_to_halves`."""
+def _from_halves(array: np.ndarray, order: RotaryOrder) -> np.ndarray:
+    """Returns rotated dimensions in another order; the inverse of `_to_halves`."""
     if order != "adjacent":
-        return _to_halves(array, order, num_dims)
-    result = array.copy()
-    result[..., 0:num_dims:2] = array[..., : num_dims // 2]
-    result[..., 1:num_dims:2] = array[..., num_dims // 2 : num_dims]
-    return result
+        return _to_halves(array, order)
+    pairs = np.stack(np.split(array, 2, axis=-1), axis=-1)
+    return pairs.reshape(array.shape)
 
 
 row = WeightMapping
@@ -251,8 +265,7 @@ def projection(
     hf_axes: str,
     param_axes: str,
     suffixes: Sequence[str] = _SUFFIXES,
-    *,
-    rotary_order: RotaryOrder = "halves",
+    **fields: Any,
 ) -> Rows:
     """Returns the rows of a projection: its kernels, and their biases.
 
@@ -265,14 +278,14 @@ def projection(
       hf_axes: Pattern of the kernel's tensor.
       param_axes: Pattern of the kernel.
       suffixes: Of the kernel's tensor and of the bias's.
-      rotary_order: See WeightMapping.
+      fields: Other fields of WeightMapping, of both rows.
     """
     last = param_axes[-1]
     outputs = next(dimension for dimension in _DIMENSION.findall(hf_axes) if last in dimension)
     letters = [letter for letter in param_axes.split() if letter in outputs]
     kernels = " ".join(f"{name}/kernel" for name in params.split())
     biases = kernels.replace("/kernel", "/bias")
-    make = functools.partial(row, rotary_order=rotary_order)
+    make = functools.partial(row, **fields)
     return (
         make(hf_name + suffixes[0], kernels, hf_axes, param_axes),
         make(hf_name + suffixes[1], biases, outputs, " ".join(letters)),
@@ -400,6 +413,18 @@ def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = ""
     return ConfigMapping(hf_names=(hf_name,), default=default, values=pairs, hint=hint)
 
 
+def without_key(hf_name: str, value: Computed, **fields: Any) -> ConfigMapping:
+    """Returns a setting that is written for other programs, and means nothing here."""
+    return ConfigMapping(
+        hf_names=(hf_name,),
+        default=None,
+        null=None,
+        read=lambda stored, config: None,
+        write=value,
+        **fields,
+    )
+
+
 def family_default(key: str, value: Computed) -> ConfigMapping:
     """Returns a setting that config.json does not have: our key follows from others."""
     return ConfigMapping(
@@ -468,6 +493,9 @@ class Family:
     head: str = "lm_head.weight"  # optional in files of tied models
     choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # unlike decoder_block's
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
+    # Prefixes of tensors of parts that are not read; an import names them. They may have
+    # {num_layers}, as in the names of rows.
+    skipped: tuple[str, ...] = ()
     # Scalar tensors, by name, that hold numbers of the architecture: no parameters here.
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_transformers: bool = True  # whether transformers has the class
@@ -565,6 +593,7 @@ _WITHOUT_EFFECT = (
     "moe_second.threshold",
     "load_balance_choices",
     "router_z_loss_weight",
+    "routed_bias_update_rate",
 )
 
 
@@ -578,7 +607,7 @@ def _choices(decoder_block: str) -> dict[str, Any]:
         for name, key in all_keys().items()
         if not set(_SECTIONS).isdisjoint(key.section) and name not in _WITHOUT_EFFECT
     }
-    # No family scales the logits of a tied head, and only Mixtral has experts.
+    # No family scales the logits of a tied head, and where there are experts a setting says so.
     return chosen | {"normalize_embedding_logits": False, "num_experts": 1}
 
 
@@ -594,6 +623,11 @@ def positive_number(value: Any) -> Any:
     """Returns a value of config.json that is a number above 0 as a float, else REQUIRED."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and value > 0 else REQUIRED
+
+
+def read_positive_number(value: Any, config: Mapping[str, Any]) -> Any:
+    """Returns a number above 0, for settings that `values` cannot express."""
+    return positive_number(value)
 
 
 def soft_cap(name: str, key: str, default: float | None) -> ConfigMapping:

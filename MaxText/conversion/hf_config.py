@@ -577,6 +577,7 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     experts = model.mixture_of_experts
     mlp_activations = model.feed_forward.mlp_activations
     has_experts = all(layer.config.mixture_of_experts.num_experts > 1 for layer in model.layers)
+    values["norm_topk_prob"] = experts.normalizes_gates
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.
         ("connection_type", "auto", model.block.connection_type in ("residual", "dense")),
@@ -585,6 +586,12 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
         ("moe_layers", None, has_experts),
         ("moe_mlp_dim", -1, experts.moe_mlp_dim == dimensions.mlp_dim),
         ("moe_activations", None, experts.moe_activations == mlp_activations),
+        (
+            "shared_expert_mlp_dim",
+            -1,
+            experts.shared_expert_mlp_dim == experts.width(dimensions.mlp_dim),
+        ),
+        ("n_routing_groups", -1, experts.n_routing_groups == 1),
     )
     return values | {name: default for name, default, is_default in equivalent if is_default}
 
@@ -617,7 +624,7 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
 
 def table_names(family: Family) -> set[str]:
     """Returns config.json keys determined by the model, with older names."""
-    of_model = [setting for setting in family.settings if setting.keys]
+    of_model = [setting for setting in family.settings if setting.keys or setting.write]
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
     if family.layers is not None:
         names |= family.layers.write(()).keys()

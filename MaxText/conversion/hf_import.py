@@ -1,7 +1,7 @@
 """Weights of Hugging Face and fattorib/transformer, by their tables."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class MappedTensor(NamedTuple):
     param_names: tuple[str, ...]  # parameters that it is part of
     index: tuple[int, ...]  # into them: layer, expert or head, if they hold several
     parts: tuple[tuple[int, ...], ...]  # shape of what it holds of each
-    rotary_dims: int  # dimensions of a head that are rotated in its layer
+    rotary_dims: int  # dimensions of a head that are in another order in the file
     legacy_names: tuple[str, ...] = ()  # alternative names in published files
 
     @property
@@ -88,7 +88,7 @@ class TensorMap:
         for row in family.rows if rows is None else rows:
             for layer in range(self._num_layers) if row.in_layers else (0,):
                 stored = self._stored(row, layer)
-                if stored[0] not in declared and self._fits(row, [name for name, _ in stored]):
+                if stored[0] not in declared and self._fits(row, layer, stored):
                     self._add(row, layer, stored)
         self.sources = {name: group for names, group in self.groups.items() for name in names}
         unknown = sorted(set(model.parameters) - set(self.sources))
@@ -118,22 +118,38 @@ class TensorMap:
 
     def _stored(self, row: WeightMapping, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the stored arrays of a row in a layer, and the index in each."""
-        stored = []
-        for template in row.param_names:
-            name = numbered(template, self._num_layers, layer)
-            index = None
-            folder, _, within = name.partition("/")
-            if folder == "layers":
-                name, index = self.model.stored(layer, within)
-            stored.append((name, () if index is None else (index,)))
-        return stored
+        return [self._stored_array(template, layer) for template in row.param_names]
 
-    def _fits(self, row: WeightMapping, names: Sequence[str]) -> bool:
-        """Returns whether a row's patterns are for arrays of the ranks of parameters."""
+    def _stored_array(self, template: str, layer: int) -> tuple[str, tuple[int, ...]]:
+        """Returns the stored array of a parameter in a layer, and the index in it."""
+        name = numbered(template, self._num_layers, layer)
+        index = None
+        folder, _, within = name.partition("/")
+        if folder == "layers":
+            name, index = self.model.stored(layer, within)
+        return name, () if index is None else (index,)
+
+    def _fits(
+        self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> bool:
+        """Returns whether a row applies: its parameters exist, with the ranks of its patterns.
+
+        Args:
+          stored: Of `_stored`.
+        """
+        if row.only_with and not self._exists(row.only_with, layer):
+            return False
+        if row.only_without and self._exists(row.only_without, layer):
+            return False
         return all(
             name in self.model.parameters and len(self._part(row, name)) == rank
-            for name, rank in zip(names, row.ranks, strict=True)
+            for (name, _), rank in zip(stored, row.ranks, strict=True)
         )
+
+    def _exists(self, template: str, layer: int) -> bool:
+        """Returns whether a layer has a parameter."""
+        name, _ = self._stored_array(template, layer)
+        return name in self.model.parameters
 
     def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
         """Returns the shape of what one tensor holds of a parameter: one layer, one expert."""
@@ -156,11 +172,6 @@ class TensorMap:
         names = tuple(name for name, _ in stored)
         _, layer_index = stored[0]
         tensors = self.groups.setdefault(names, [])
-        layer_config = self._layers[layer]
-        position = layer_config.config.position
-        # Heads of the model may be in the order of the file.
-        is_permuted = row.rotary_order != position.rope_pairs
-        rotary_fraction = position.rotary_pct if is_permuted else 0
         num_tensors = self._in_layer(names[0])[0] if row.is_numbered else 1
         for number in range(num_tensors):
             hf_name, *legacy_names = (
@@ -174,10 +185,18 @@ class TensorMap:
                     param_names=names,
                     index=(*layer_index, number) if row.is_numbered else layer_index,
                     parts=tuple(self._part(row, name) for name in names),
-                    rotary_dims=int(layer_config.dimensions.head_dim * rotary_fraction),
+                    rotary_dims=self._permuted_dims(row, layer),
                     legacy_names=tuple(legacy_names),
                 )
             )
+
+    def _permuted_dims(self, row: WeightMapping, layer: int) -> int:
+        """Returns the dimensions of a head that a row has in another order than the model."""
+        config = self._layers[layer].config
+        if row.rotary_order in ("halves", config.position.rope_pairs):
+            return 0
+        width = lookup("mixer", config.block.mixer).rotary_width(self._layers[layer])
+        return int(width * config.position.rotary_pct)
 
     @property
     def tensors(self) -> list[MappedTensor]:
@@ -307,6 +326,7 @@ class HFWeights(WeightSource):
         ignored = {
             name for name in extra_names if name in heads or name.endswith(self.family.ignored)
         }
+        ignored |= self._skip_parts(extra_names)
         constants = self.family.constant_tensors(self.model.config.shape.dimensions.num_layers)
         for name in extra_names & constants.keys():
             self._check_constant(file_names[name], constants[name])
@@ -334,6 +354,18 @@ class HFWeights(WeightSource):
                 f"Skipped: {', '.join(others)}"
             )
         return text_names
+
+    def _skip_parts(self, extra_names: Collection[str]) -> set[str]:
+        """Returns the tensors of parts that are not read (`Family.skipped`); notes them."""
+        num_layers = self.model.config.shape.dimensions.num_layers
+        prefixes = [numbered(prefix, num_layers, 0) for prefix in self.family.skipped]
+        skipped = {
+            prefix: {name for name in extra_names if name.startswith(prefix)} for prefix in prefixes
+        }
+        parts = [f"{prefix}* ({len(names)} tensors)" for prefix, names in skipped.items() if names]
+        if parts:
+            self.notes.append(f"note: {self.folder}: not read: {', '.join(parts)}")
+        return {name for names in skipped.values() for name in names}
 
     def _check_constant(self, name: str, value: float) -> None:
         """Refuses a tensor with another number than that of the architecture, but for rounding."""

@@ -1,4 +1,4 @@
-"""Kinds of layers in config.json: which layers have a window, and which have no rotary positions.
+"""Kinds of layers in config.json: which have a window, no rotary positions, or experts.
 
 transformers lists the kind of every layer (`layer_types`); older files have rules instead, such as
 `sliding_window_pattern`. A `LayerTable` reads either, and writes the list.
@@ -8,12 +8,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from MaxText.config.schema import all_keys
+
 GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
 _LAYER_TYPES = "layer_types"
 # Keys of ours: sizes that can differ by kind, and one that global layers do not read.
 _SIZES = ("base_num_kv_heads", "head_dim")
 _WINDOW = "sliding_window_size"
+NUM_EXPERTS = "num_experts"
 _UNSET = object()
 
 
@@ -64,7 +67,7 @@ class LayerTable:
     @property
     def keys(self) -> set[str]:
         """Keys of ours that the table determines."""
-        by_layer = {"layer_pattern", "layer_kinds", "attention_types"}
+        by_layer = {"layer_pattern", "layer_kinds", "attention_types", "moe_layers"}
         return by_layer.union(*(kind.keys for kind in self.kinds))
 
     def kind_of(self, values: Mapping[str, Any]) -> LayerKind | None:
@@ -85,8 +88,9 @@ def keys_of_layers(
 ) -> dict[str, Any]:
     """Returns keys that give each layer those of its kind.
 
-    Keys with the same value in all kinds become the model's. A letter has the others, if they
-    distinguish its kind, or differ from the model's own value.
+    Keys with the same value in all kinds become the model's, and so do the keys of experts, which
+    dense layers do not read. A letter has the others, if they distinguish its kind, or differ from
+    the model's own value.
 
     Args:
       names: The kind of each layer.
@@ -103,7 +107,7 @@ def keys_of_layers(
         return shared
     # Sizes of the model itself have to fit, too.
     sizes = {name: value for name, value in first.items() if name in _SIZES}
-    of_model = {**base, **sizes, **shared}
+    of_model = {**base, **sizes, **_expert_keys(keys_of_used), **shared}
     kinds = {
         kind.letter: {
             name: value
@@ -114,7 +118,15 @@ def keys_of_layers(
     }
     letter_of = {kind.name: kind.letter for kind in used}
     pattern = shortest_pattern("".join(letter_of[name] for name in names))
-    return {**sizes, **shared, "layer_pattern": pattern, "layer_kinds": kinds}
+    of_all = {**sizes, **_expert_keys(keys_of_used), **shared}
+    return {**of_all, "layer_pattern": pattern, "layer_kinds": kinds}
+
+
+def _expert_keys(keys_of_kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the keys of experts of the first kind that has experts."""
+    kinds = [keys for keys in keys_of_kinds if keys.get(NUM_EXPERTS, 1) != 1]
+    names = {key.name for key in all_keys().values() if "mixture_of_experts" in key.section}
+    return {name: value for name, value in kinds[0].items() if name in names} if kinds else {}
 
 
 def _is_shared(name: str, keys_of_kinds: Sequence[Mapping[str, Any]]) -> bool:

@@ -137,6 +137,8 @@ def objective_sums(
     outputs = {f"{_LOSS}{name}": value for name, value in sums.target_sums.items()}
     outputs |= {f"{_METRIC}{name}": value for name, value in sums.metric_sums.items()}
     outputs[_TOTAL] = jnp.sum(batch.loss_mask_BT)
+    for name, metric in sums.layer_metrics.items():
+        outputs |= {f"{_METRIC}{name}": metric.total, f"{_WEIGHT}{name}": metric.weight}
     if objective_class(model.config) is not None:
         # Also those of the targets: a weight says that a loss has a name of its own.
         names = (*sums.target_sums, *sums.metric_sums)

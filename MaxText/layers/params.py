@@ -20,6 +20,9 @@ from MaxText.config.model_sections import InitConfig
 
 Shape = tuple[int, ...]
 Params = dict[str, Any]  # parameters by name: a nested dict whose leaves are arrays
+# From a weight and its statistic of a step (part_scalars.py), both of the weight's shape with any
+# further leading dimensions, to what the step adds to it. Has to be hashable.
+UpdateRule = Callable[[jax.Array, jax.Array], jax.Array]
 # Draws a weight from (key, shape, number of leading dimensions that are inputs, dtype).
 Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
@@ -37,6 +40,7 @@ def param(
     dtype: jnp.dtype,
     num_input_dims: int = 0,
     used_in: jnp.dtype | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> nnx.Param:
     """Declares a weight.
 
@@ -49,6 +53,8 @@ def param(
       dtype: Its dtype, usually `Init.weight_dtype`.
       num_input_dims: Input dimensions of a matrix; 0 for other weights.
       used_in: dtype that it is always cast to, so that generation casts it once; None if it varies.
+      update_rule: Updates it in place of the optimizer, from the `Statistic` that its part returns.
+        It is no part of norms and has no weight decay. None trains it.
     """
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
@@ -56,7 +62,11 @@ def param(
     else:
         value = initializer(rngs.params(), shape, num_input_dims, dtype)
     return nnx.Param(
-        value, logical_axes=logical_axes, num_input_dims=num_input_dims, used_in=used_in
+        value,
+        logical_axes=logical_axes,
+        num_input_dims=num_input_dims,
+        used_in=used_in,
+        update_rule=update_rule,
     )
 
 

@@ -5,7 +5,7 @@ A part is a class registered under a kind and a name (config/registry.py)::
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
         def __init__(self, config, init, rngs): ...    # declares weights: layers/params.py, Dense
-        def __call__(self, x_BTD, context): ...        # (y_BTD, losses)
+        def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
 
 It declares here all that the rest of the program needs to know; nothing else is edited. Only
 `__init__` and the methods of its kind are needed; docs/tutorials/add_an_architecture.md shows both.
@@ -25,6 +25,7 @@ from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext, MixerPositions
 from MaxText.layers.params import Init
+from MaxText.layers.part_scalars import Metric, Scalars, Statistic
 
 __all__ = [
     "Carry",
@@ -37,19 +38,19 @@ __all__ = [
     "Init",
     "LayerIndex",
     "LayerInputs",
+    "Metric",
     "Mixer",
     "MixerPositions",
     "Nothing",
     "Part",
     "Position",
     "Scalars",
+    "Statistic",
     "record",
     "register",
     "tag",
 ]
 
-# Losses by name, scalars summed over tokens. Their means over tokens are added to the loss.
-Scalars = dict[str, jax.Array]
 LayerIndex = jax.Array | int
 Carry = Any  # a tree of arrays that a connection carries from layer to layer
 DecodeState = Any  # a tree of arrays that a mixer or head keeps while it generates
@@ -79,6 +80,13 @@ class Part(nnx.Module):
 
     A part declares its weights in `__init__` and computes in the methods of its kind. The class
     methods are facts about it, for rules, plans and conversion; all are optional.
+
+    The scalars that mixers and feed-forwards return beside their output are of three kinds. An
+    array is a loss: a sum over tokens, whose mean over tokens is added to the loss. `Metric(total,
+    weight)` is reported as total / weight, in training and in evaluation, and not minimized.
+    `Statistic.of(weight, x)` is for weights that the optimizer does not train: the `update_rule` of
+    their declaration makes an update of it, once a step. Scalars of one name are added up over
+    layers.
 
     `tag(x, name)` names an intermediate value, for `Run.forward(capture=...)` and for remat
     policies, which save values named query_proj, key_proj, value_proj, attention_gate, context and
@@ -196,7 +204,7 @@ class Mixer(Part):
     has_softmax: ClassVar[bool] = False
 
     def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and losses to sum over layers.
+        """Returns the output [B, T, D], and scalars by name: losses, metrics, statistics.
 
         Tokens may depend only on earlier tokens of the same segment.
 
@@ -257,7 +265,7 @@ class FeedForward(Part):
     rows = "feed-forward"
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and losses to sum over layers.
+        """Returns the output [B, T, D], and scalars by name: losses, metrics, statistics.
 
         Args:
           x_BTD: Normalized input.

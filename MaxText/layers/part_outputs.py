@@ -44,8 +44,8 @@ def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
 
     Args:
       part: The part.
-      method: "__call__", whose output is (y_BTD, losses), or another whose output is (y_BTD, decode
-        state).
+      method: "__call__", whose output is (y_BTD, scalars), or another whose output is (y_BTD,
+        decode state).
       output: What it returned.
       x_BTD: Its input, whose shape y_BTD has.
     """
@@ -53,7 +53,7 @@ def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
     holds = is_pair(output) and _shape(output[0]) == x_BTD.shape
     if holds and is_call:
         scalars = output[1]
-        holds = isinstance(scalars, dict) and all(_shape(x) == () for x in scalars.values())
+        holds = isinstance(scalars, dict) and all(_shape(x) == () for x in jax.tree.leaves(scalars))
     second = "{name: scalar}" if is_call else "state"
     check(holds, part, method, output, f"({text_of(x_BTD)}, {second})")
     return output

@@ -7,7 +7,7 @@ conversion, one device) the names have no effect.
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,8 @@ class ParamSpec(NamedTuple):
     owner: str = "layers"  # attribute of the decoder: "layers", "connections", "head", ...
     row: str = ""  # of the FLOPs table (layers/part.py)
     is_recomputed: bool = True  # whether remat of its owner recomputes its product
+    # Updates it in place of the optimizer (params.UpdateRule); None if the optimizer trains it.
+    update_rule: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     @property
     def size(self) -> int:

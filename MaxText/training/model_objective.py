@@ -28,7 +28,8 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
-from MaxText.layers.part import Part, Scalars
+from MaxText.layers.part import Part
+from MaxText.layers.part_scalars import Losses
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.parallelism.mesh import ShardingPlan
 
@@ -44,8 +45,8 @@ class ObjectiveSums(NamedTuple):
     grad_norm, are taken.
     """
 
-    losses: Scalars  # the sum of their means is minimized
-    metrics: Scalars = {}  # reported beside them  # noqa: RUF012
+    losses: Losses  # the sum of their means is minimized
+    metrics: Losses = {}  # reported beside them  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ class Objective(Part):
         return ()
 
     @classmethod
-    def weights(cls, config: Any, batch: Batch) -> Scalars:
+    def weights(cls, config: Any, batch: Batch) -> Losses:
         """Returns what sums are divided by, as float32 scalars by the name of the loss or metric.
 
         Names that are left out are divided by the sum of the weights of the targets,

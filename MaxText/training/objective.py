@@ -8,7 +8,7 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks of a sequence.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,8 @@ from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.lowering.head_and_loss import head_gradients_first, target_logits
 from MaxText.layers.params import Params
-from MaxText.layers.part import Scalars
 from MaxText.layers.part_outputs import check, describe
+from MaxText.layers.part_scalars import Losses, Metric, Scalars, Statistic
 from MaxText.training.metric_names import IN_NATS, name_problem
 from MaxText.training.model_objective import (
     FrozenParams,
@@ -88,7 +88,7 @@ class LossTotals(NamedTuple):
     target_weight: jax.Array  # sum of the weights of the targets
     weight: jax.Array  # the same, but at least 1: a batch of only padding has loss 0
     tokens: jax.Array  # number of tokens without padding
-    by_name: Scalars  # instead of `weight`, for losses and metrics with weights of their own
+    by_name: Losses  # instead of `weight`, for losses and metrics with weights of their own
 
 
 class LossSums(NamedTuple):
@@ -97,22 +97,25 @@ class LossSums(NamedTuple):
     Weights are those of the targets, `Batch.loss_mask_BT`, unless the objective has others.
     """
 
-    target_sums: Scalars  # weighted; to divide by the sum of the weights
-    token_sums: Scalars  # losses of layers (routers); to divide by `num_tokens`
+    target_sums: Losses  # weighted; to divide by the sum of the weights
+    token_sums: Losses  # of layers (routers); to divide by `num_tokens`
     correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
     log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
     # Weighted sum of the cross entropy in nats beside an objective that has none. Not minimized: it
     # compares models that are trained with different objectives.
     nats: jax.Array | None = None
-    metric_sums: Scalars = {}  # of the objective, not minimized; weighted  # noqa: RUF012
+    metric_sums: Losses = {}  # of the objective, not minimized; weighted  # noqa: RUF012
+    layer_metrics: Mapping[str, Metric] = {}  # of layers, not minimized
+    # 0, whose gradients are the statistics of weights with an update rule.
+    statistics: jax.Array | float = 0.0
 
     @property
     def total(self) -> jax.Array:
         """Sum of all losses at the targets."""
         return sum(self.target_sums.values())  # type: ignore[return-value]
 
-    def means(self, totals: LossTotals) -> Scalars:
-        """Returns every loss; their sum is minimized.
+    def means(self, totals: LossTotals) -> Losses:
+        """Returns every loss; their sum is minimized (`minimized`).
 
         Args:
           totals: Of the whole batch.
@@ -121,8 +124,16 @@ class LossSums(NamedTuple):
             name: value / totals.tokens for name, value in self.token_sums.items()
         }
 
-    def other_means(self, totals: LossTotals) -> Scalars:
-        """Returns what is reported beside the losses and not minimized.
+    def minimized(self, totals: LossTotals) -> jax.Array:
+        """Returns the sum of all losses, whose gradients also hold the statistics of weights.
+
+        Args:
+          totals: Of the whole batch.
+        """
+        return sum(self.means(totals).values()) + self.statistics  # type: ignore[return-value]
+
+    def other_means(self, totals: LossTotals) -> Losses:
+        """Returns what the objective reports beside the losses and does not minimize.
 
         Args:
           totals: Of the whole batch.
@@ -135,7 +146,7 @@ class LossSums(NamedTuple):
         return means
 
 
-def _means(sums: Scalars, totals: LossTotals) -> Scalars:
+def _means(sums: Losses, totals: LossTotals) -> Losses:
     """Returns sums divided by the weight of each."""
     return {name: value / totals.by_name.get(name, totals.weight) for name, value in sums.items()}
 
@@ -158,7 +169,7 @@ def loss_totals(model: Model, batch: Batch) -> LossTotals:
     )
 
 
-def loss_weights(model: Model, batch: Batch) -> Scalars:
+def loss_weights(model: Model, batch: Batch) -> Losses:
     """Returns the weights of losses that are not those of the targets, of a batch.
 
     Args:
@@ -266,7 +277,7 @@ def abstract_loss_sums(model: Model) -> LossSums:
 class _HeadSums(NamedTuple):
     """Sums of what the head's logits give, over the tokens of a batch or of a chunk."""
 
-    losses: Scalars  # by name, weighted
+    losses: Losses  # by name, weighted
     correct: jax.Array | None  # as in LossSums
     log_z: jax.Array | None
     nats: jax.Array | None
@@ -318,9 +329,24 @@ def loss_sums(
         sums = _function_sums(decoder, batch, h_BTD, context, losses, count_correct=count_correct)
     else:
         sums = _class_sums(decoder, batch, h_BTD, context, count_correct=count_correct)
-    sums = sums._replace(token_sums=states.scalars)
+    sums = _with_scalars(sums, states.scalars)
     _check_names(sums, config)
     return sums
+
+
+def _with_scalars(sums: LossSums, scalars: Scalars) -> LossSums:
+    """Returns sums with what layers return beside their outputs."""
+    losses: Losses = {}
+    metrics: dict[str, Metric] = {}
+    statistics = sums.statistics
+    for name, scalar in scalars.items():
+        if isinstance(scalar, Statistic):
+            statistics = statistics + scalar.term
+        elif isinstance(scalar, Metric):
+            metrics[name] = scalar
+        else:
+            losses[name] = scalar
+    return sums._replace(token_sums=losses, layer_metrics=metrics, statistics=statistics)
 
 
 def _function_sums(
@@ -460,16 +486,17 @@ def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
     A second number under a name would replace the first one in the records of a run.
     """
     objective = lookup("objective", config.loss_type)
-    for name in (*sums.target_sums, *sums.metric_sums):
+    of_objective = (*sums.target_sums, *sums.metric_sums)
+    for name in of_objective:
         if problem := name_problem(name):
             raise UserError(f"{describe(objective)} returned {name!r}, {problem}")
-    for name in sums.token_sums:
+    for name in (*sums.token_sums, *sums.layer_metrics):
         problem = name_problem(name)
-        if name in sums.target_sums or name in sums.metric_sums:
-            problem = f"which is also a loss of {describe(objective)}"
+        if name in of_objective:
+            problem = f"which is also a loss or metric of {describe(objective)}"
         if name == IN_NATS:
             problem = "the name of the cross entropy of the whole model"
         if problem:
-            raise UserError(f"a layer returned the loss {name!r}, {problem}: rename it")
+            raise UserError(f"a layer returned {name!r}, {problem}: rename it")
     for name in sums.target_sums.keys() & sums.metric_sums.keys():
         raise UserError(f"{describe(objective)} returned {name!r} as a loss and as a metric")

@@ -13,7 +13,7 @@ from flax import traverse_util
 from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
-from MaxText.layers.params import Params
+from MaxText.layers.params import Params, UpdateRule
 from MaxText.layers.part_outputs import check, is_pair, text_of
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -28,7 +28,8 @@ def make_optimizer(
     """Chains clipping, the transform of opt_type, decay, multipliers, and learning rate.
 
     A parameter p with gradient g gets the update
-    -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds.
+    -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds. One
+    with an update rule gets that of its rule, without any of these.
 
     Args:
       config: Of the optimizer. Its patterns match anywhere in a parameter's name.
@@ -39,9 +40,11 @@ def make_optimizer(
       UserError: No parameter is trainable.
     """
     patterns = config.trainable_parameters_mask
-    trained = {
+    selected = {
         name: spec for name, spec in parameters.items() if not patterns or _matches(patterns, name)
     }
+    rules = updated_by_rule(selected)
+    trained = {name: spec for name, spec in selected.items() if name not in rules}
     if not trained:
         raise UserError(
             f"trainable_parameters_mask={list(patterns)} matches none of the parameters: "
@@ -75,7 +78,9 @@ def make_optimizer(
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
     )
-    return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
+    if len(trained) == len(parameters):
+        return optimizer
+    return _of_trained(optimizer, trained, rules)
 
 
 class _TreeCheck(NamedTuple):
@@ -127,10 +132,24 @@ def _describe_leaves(tree: Any, describe: Callable[[Any], str]) -> dict[str, str
     return {jax.tree_util.keystr(path): describe(leaf) for path, leaf in leaves}
 
 
-def _freeze_untrained(
-    optimizer: optax.GradientTransformation, trained: ParamSpecs
+def updated_by_rule(parameters: ParamSpecs) -> dict[str, UpdateRule]:
+    """Returns the rules of parameters that no optimizer trains, by their names."""
+    return {name: spec.update_rule for name, spec in parameters.items() if spec.update_rule}
+
+
+def _of_trained(
+    optimizer: optax.GradientTransformation,
+    trained: ParamSpecs,
+    rules: Mapping[str, UpdateRule],
 ) -> optax.GradientTransformation:
-    """Restricts `optimizer` to some parameters; others have no state."""
+    """Restricts `optimizer` to some parameters; others have no state.
+
+    Args:
+      optimizer: Of the trained parameters.
+      trained: These, by name.
+      rules: Of parameters that are updated from their statistics, which are their gradients; all
+        others are frozen.
+    """
 
     def pick(tree: Any) -> Params:
         """Returns the trained leaves of a tree like the parameters."""
@@ -141,8 +160,10 @@ def _freeze_untrained(
     ) -> tuple[optax.Updates, optax.OptState]:
         """Returns updates of all parameters: 0 for frozen ones."""
         new_updates, state = optimizer.update(pick(updates), state, pick(params))
-        zeros = jax.tree.map(jnp.zeros_like, updates)
-        flat = traverse_util.flatten_dict(zeros, sep="/")
+        gradients: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
+        values: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+        flat = {name: jnp.zeros_like(gradient) for name, gradient in gradients.items()}
+        flat |= {name: rule(values[name], gradients[name]) for name, rule in rules.items()}
         flat |= traverse_util.flatten_dict(new_updates, sep="/")
         return traverse_util.unflatten_dict(flat, sep="/"), state
 

@@ -7,12 +7,14 @@ that the shardings of state and batch ask for (ShardingPlan in parallelism/mesh.
 Legend: B sequences, T tokens.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import traverse_util
 
 from MaxText.config.training_sections import GuardConfig
 from MaxText.layers.assembly.model import Model
@@ -25,10 +27,12 @@ from MaxText.layers.lowering.optimizer_update import (
     repeating_updates_saves_memory,
 )
 from MaxText.layers.params import Params
+from MaxText.layers.part_scalars import Metric
 from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.model_objective import FrozenParams
-from MaxText.training.objective import LossTotals, loss_sums, loss_totals
+from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
+from MaxText.training.optimizer import updated_by_rule
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]  # scalars by name
@@ -50,7 +54,9 @@ class _LossesAndGradients(NamedTuple):
 
     losses: Metrics  # means, whose sum is minimized
     other_means: Metrics  # that are not minimized
-    gradients: Params  # of the sum of the losses, in the dtype of the parameters
+    layer_metrics: dict[str, Metric]  # of layers, not yet divided
+    # Of the sum of the losses, in the dtype of the parameters; the statistics of untrained weights.
+    gradients: Params
 
 
 _GradientFunction = Callable[[Params, Batch, _Constants, jax.Array | None], _LossesAndGradients]
@@ -112,21 +118,25 @@ def make_train_step(
       log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
     objective = model.config.objective
+    trained = functools.partial(_without, names=updated_by_rule(model.parameters))
 
     def losses_and_gradients(
         params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
     ) -> _LossesAndGradients:
         totals, frozen = constants
 
-        def loss_function(params: Params) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+        def loss_function(params: Params) -> tuple[jax.Array, LossSums]:
             decoder = model.merge(params)
             sums = loss_sums(decoder, batch, objective, dropout_key, training=True, frozen=frozen)
-            losses = sums.means(totals)
-            return _sum(losses), (losses, sums.other_means(totals))
+            return sums.minimized(totals), sums
 
-        (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
-        losses, other_means = means
-        return _LossesAndGradients(losses, other_means, gradients)
+        (_, sums), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        return _LossesAndGradients(
+            losses=sums.means(totals),
+            other_means=sums.other_means(totals),
+            layer_metrics=dict(sums.layer_metrics),
+            gradients=gradients,
+        )
 
     of_whole_batch = losses_and_gradients
     if num_microbatches > 1:
@@ -141,8 +151,10 @@ def make_train_step(
 
         1. Losses and gradients of the batch. An offloaded optimizer state comes to the device
            after them, when activations have left it.
-        2. The optimizer's update. It gets the raw gradients and clips them itself.
-        3. Norms of the raw gradients and of the update, for the metrics and the guard.
+        2. The optimizer's update. It gets the raw gradients and clips them itself. Weights with
+           an update rule have their statistics as gradients (layers/part_scalars.py).
+        3. Norms of the raw gradients and of the update, for the metrics and the guard, without
+           weights that have an update rule.
         4. The guard's decision whether to apply the update. It is made on the device, before
            anything is applied: a decision on the host would have to wait for the loss, and keep
            the old state until then.
@@ -155,7 +167,9 @@ def make_train_step(
         # 1. Losses and gradients.
         dropout_key = _dropout_key(model, state.step)
         constants = _Constants(loss_totals(model, batch), frozen or {})
-        losses, other_means, gradients = of_whole_batch(params, batch, constants, dropout_key)
+        losses, other_means, layer_metrics, gradients = of_whole_batch(
+            params, batch, constants, dropout_key
+        )
         if offloads_opt_state:
             gradients, opt_state = fetch_from_host(gradients, opt_state)
         loss = jnp.asarray(_sum(losses))
@@ -166,9 +180,10 @@ def make_train_step(
         updates = compute_update_once(updates)
 
         # 3. Norms.
-        grad_norm = optax.tree.norm(gradients)
-        update_norm = optax.tree.norm(updates)
+        grad_norm = optax.tree.norm(trained(gradients))
+        update_norm = optax.tree.norm(trained(updates))
         metrics = losses | other_means | {"grad_norm": grad_norm, "update_norm": update_norm}
+        metrics |= {name: metric.mean for name, metric in layer_metrics.items()}
 
         if state.guard is None:
             new_params = _add_updates(params, updates)
@@ -197,11 +212,13 @@ def make_train_step(
         metrics |= {
             "loss": loss,
             "total_weights": constants.totals.target_weight,
-            "param_norm": optax.tree.norm(new_params),
+            "param_norm": optax.tree.norm(trained(new_params)),
             "learning_rate": learning_rate,
         }
         if log_layer_norms:
-            metrics |= _norm_per_layer(model, grad_norm=gradients, param_norm=new_params)
+            metrics |= _norm_per_layer(
+                model, grad_norm=trained(gradients), param_norm=trained(new_params)
+            )
         return TrainState(state.step + 1, new_params, new_opt_state, new_guard), metrics
 
     return train_step
@@ -244,6 +261,15 @@ def _accumulated(
         return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
 
     return accumulate
+
+
+def _without(tree: Any, names: Collection[str]) -> Any:
+    """Returns a tree like the parameters without those of some names."""
+    if not names:
+        return tree
+    flat = traverse_util.flatten_dict(tree, sep="/")
+    remaining = {name: leaf for name, leaf in flat.items() if name not in names}
+    return traverse_util.unflatten_dict(remaining, sep="/")
 
 
 def _add_updates(params: Params, updates: optax.Updates) -> Params:

@@ -36,6 +36,9 @@ NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "atten
 _MINISTRAL3 = CASES["ministral3"]["rope_parameters"]
 _MSCALES = {"mscale", "mscale_all_dim"}
 _HUNYUAN = CASES["hunyuan_v1_dense"]["rope_parameters"]
+_DEEPSEEK_V2 = CASES["deepseek_v2-groups"]["rope_parameters"]
+# Layers of multi-token prediction are not written.
+_NO_PREDICTION_LAYERS = {"num_nextn_predict_layers": 0}
 REWRITTEN: dict[str, dict[str, Any]] = {
     "ministral3": {
         "rope_parameters": {
@@ -49,6 +52,15 @@ REWRITTEN: dict[str, dict[str, Any]] = {
             "rope_theta": _HUNYUAN["rope_theta"] * _HUNYUAN["alpha"] ** (8 / 6),
         }
     },
+    "deepseek_v2-groups": {
+        "rope_parameters": {
+            **{name: value for name, value in _DEEPSEEK_V2.items() if name != "mscale"},
+            "attention_factor": (0.07 * math.log(4) + 1) / (0.09 * math.log(4) + 1),
+        }
+    },
+    "deepseek_v3": _NO_PREDICTION_LAYERS,
+    "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
+    "glm4_moe": _NO_PREDICTION_LAYERS,
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there

@@ -37,6 +37,15 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
 # Several chunks: of one alone the state has no gradient, which the formula counts.
 LINEAR = kinds("linear", "global") | {"linear_attention.chunk": 5}
 
+DELTA = {
+    "mixer": "gated_delta_net",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_chunk_size": 5,
+}
+
 LATENT = {
     "mixer": "latent_attention",
     "kv_lora_rank": 6,
@@ -61,6 +70,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent attention": (
         "llama2",
         LATENT | {"q_lora_rank": 10, "rope_type": "yarn", "rope_pairs": "adjacent"} | DROPS,
+    ),
+    "gated DeltaNet": ("llama2", DELTA | {"linear_allow_neg_eigval": True}),
+    "KDA with and without a bound, latent attention without positions": (
+        "llama2",
+        LATENT
+        | {"position_embedding": "none", "base_num_decoder_layers": 3, "layer_pattern": "KBA"}
+        | {name: value for name, value in DELTA.items() if name != "linear_num_key_heads"}
+        | {
+            "layer_kinds": {
+                "K": {"mixer": "kda", "kda_lora_rank": 6},
+                "B": {"mixer": "kda", "kda_lora_rank": 0, "kda_lower_bound": -5.0},
+                "A": {"mixer": "latent_attention"},
+            }
+        },
     ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
@@ -273,7 +296,12 @@ def sums_as_products():
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
 REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
-ON_DEVICES = (*REPRESENTATIVE, "latent attention", "post-norm and pre-norm layers, joint norms")
+ON_DEVICES = (
+    *REPRESENTATIVE,
+    "latent attention",
+    "gated DeltaNet",
+    "post-norm and pre-norm layers, joint norms",
+)
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:

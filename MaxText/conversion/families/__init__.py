@@ -1,14 +1,16 @@
 """Supported families."""
 
+from MaxText.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from MaxText.conversion.families.fattorib import FATTORIB
 from MaxText.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
 from MaxText.conversion.families.gpt import GPT2, GPT_NEO, GPT_NEOX
+from MaxText.conversion.families.gpt_oss import GPT_OSS
 from MaxText.conversion.families.layer_norm import COHERE2, NEMOTRON, STABLELM, STARCODER2
 from MaxText.conversion.families.llama import LLAMA
 from MaxText.conversion.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.olmo import OLMO2, OLMO3
-from MaxText.conversion.families.qwen import QWEN2, QWEN3
+from MaxText.conversion.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from MaxText.conversion.families.relatives import (
     APERTUS,
     ARCEE,
@@ -22,6 +24,7 @@ from MaxText.conversion.families.relatives import (
     SEED_OSS,
     SMOLLM3,
 )
+from MaxText.conversion.families.sigmoid_routing import GLM4_MOE, HY_V3, MINIMAX_M2
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
@@ -58,6 +61,14 @@ _IN_TRANSFORMERS = (
     STABLELM,
     NEMOTRON,
     COHERE2,
+    QWEN3_MOE,
+    QWEN2_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    GLM4_MOE,
+    MINIMAX_M2,
+    HY_V3,
 )
 _OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 FAMILIES: dict[str, Family] = {

@@ -14,7 +14,7 @@ from MaxText.conversion.families import rotary
 from MaxText.conversion.rotary_config import RotaryDefaults
 
 LAYER = "model.layers.{layer}."
-_MLP = LAYER + "mlp."
+MLP = LAYER + "mlp."
 _SELF = LAYER + "self_attn."
 _QUERY_NORM = hf.ATTENTION + "query_norm/scale"
 _KEY_NORM = hf.ATTENTION + "key_norm/scale"
@@ -36,18 +36,18 @@ POST_NORMS = (
     *hf.norm(LAYER + "post_feedforward_layernorm", POST_MLP),
 )
 GATED_MLP = (
-    *hf.projection(_MLP + "gate_proj", "layers/mlp/wi_0", "F D", "D F"),
-    *hf.projection(_MLP + "up_proj", "layers/mlp/wi_1", "F D", "D F"),
-    *hf.projection(_MLP + "down_proj", "layers/mlp/wo", "D F", "F D"),
+    *hf.projection(MLP + "gate_proj", "layers/mlp/wi_0", "F D", "D F"),
+    *hf.projection(MLP + "up_proj", "layers/mlp/wi_1", "F D", "D F"),
+    *hf.projection(MLP + "down_proj", "layers/mlp/wo", "D F", "F D"),
 )
 FUSED_MLP = (
     hf.row(
-        _MLP + "gate_up_proj.weight",
+        MLP + "gate_up_proj.weight",
         "layers/mlp/wi_0/kernel layers/mlp/wi_1/kernel",
         "(J F) D",
         "D F",
     ),
-    *hf.projection(_MLP + "down_proj", "layers/mlp/wo", "D F", "F D"),
+    *hf.projection(MLP + "down_proj", "layers/mlp/wo", "D F", "F D"),
 )
 
 
@@ -55,8 +55,8 @@ def ungated_mlp(names: str = "up_proj down_proj") -> hf.Rows:
     """Returns the rows of a feed-forward without a gate."""
     into, out = names.split()
     return (
-        *hf.projection(_MLP + into, "layers/mlp/wi", "F D", "D F"),
-        *hf.projection(_MLP + out, "layers/mlp/wo", "D F", "F D"),
+        *hf.projection(MLP + into, "layers/mlp/wi", "F D", "D F"),
+        *hf.projection(MLP + out, "layers/mlp/wo", "D F", "F D"),
     )
 
 
@@ -106,7 +106,7 @@ def rows(*in_layers: hf.Rows) -> hf.Rows:
 
 
 _HEAD_DIM = hf.divided_by("hidden_size", "num_attention_heads")
-_QUERY_HEADS = hf.copy_of("num_attention_heads")
+QUERY_HEADS = hf.copy_of("num_attention_heads")
 
 LLAMA = hf.Family(
     model_type="llama",
@@ -117,7 +117,7 @@ LLAMA = hf.Family(
         hf.mapped("hidden_size", "base_emb_dim"),
         hf.mapped("num_hidden_layers", "base_num_decoder_layers"),
         hf.mapped("num_attention_heads", "base_num_query_heads"),
-        hf.mapped("num_key_value_heads", "base_num_kv_heads", _QUERY_HEADS, null=_QUERY_HEADS),
+        hf.mapped("num_key_value_heads", "base_num_kv_heads", QUERY_HEADS, null=QUERY_HEADS),
         hf.mapped("intermediate_size", "base_mlp_dim"),
         hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
         hf.mapped("hidden_act", "mlp_activations", default="silu", values=ACTIVATIONS),

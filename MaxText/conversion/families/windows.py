@@ -20,7 +20,7 @@ from MaxText.conversion.layer_table import (
 )
 
 NAME = "sliding_window"
-_USED = "use_sliding_window"
+USED = "use_sliding_window"
 
 
 def of_local_layers(default: int | None, kinds: tuple[str, ...] = (LOCAL,)) -> hf.ConfigMapping:
@@ -71,10 +71,15 @@ def of_all_layers(default: int | None) -> LayerTable:
     return LayerTable((LOCAL_KIND, GLOBAL_KIND), read, write)
 
 
-def _read_later(layers: Layers) -> list[str]:
+def is_used(layers: Layers) -> bool:
+    """Returns whether `use_sliding_window` is on and there is a window."""
     config = layers.config
-    has_window = bool(config.get(_USED, False)) and config.get(NAME, 4096) is not None
-    first = config.get("max_window_layers", 28) if has_window else layers.count
+    return bool(config.get(USED, False)) and config.get(NAME, 4096) is not None
+
+
+def _read_later(layers: Layers) -> list[str]:
+    has_window = is_used(layers)
+    first = layers.config.get("max_window_layers", 28) if has_window else layers.count
     types = (LOCAL if index >= first else GLOBAL for index in range(layers.count))
     names = read_layer_types(layers, types)
     check_window(layers, names, has_window=has_window)
@@ -84,15 +89,16 @@ def _read_later(layers: Layers) -> list[str]:
 def check_window(layers: Layers, names: Sequence[str], *, has_window: bool) -> None:
     """Raises LayerTableError for layers with a window that config.json turns off."""
     if LOCAL in names and not has_window:
-        used = layers.config.get(_USED, False)
+        used = layers.config.get(USED, False)
         raise LayerTableError(
-            f"layer_types has {LOCAL}, but {_USED}={used} and {NAME}={layers.config.get(NAME)}"
+            f"layer_types has {LOCAL}, but {USED}={used} and {NAME}={layers.config.get(NAME)}"
         )
 
 
-def _write_later(names: Sequence[str]) -> dict[str, Any]:
-    return {**write_layer_types(names), _USED: LOCAL in names}
+def write_used(names: Sequence[str]) -> dict[str, Any]:
+    """Returns `layer_types` and `use_sliding_window`."""
+    return {**write_layer_types(names), USED: LOCAL in names}
 
 
 # The table of Qwen: with `use_sliding_window` the layers from `max_window_layers` on have a window.
-OF_LATER_LAYERS = LayerTable((LOCAL_KIND, GLOBAL_KIND), _read_later, _write_later)
+OF_LATER_LAYERS = LayerTable((LOCAL_KIND, GLOBAL_KIND), _read_later, write_used)

@@ -15,6 +15,7 @@ from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
 from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
+from MaxText.layers.part_scalars import add_scalars
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
 # RNG stream ids within a layer. Elsewhere: 0 dropout of attention probabilities, 5 Macaron branch,
@@ -175,9 +176,3 @@ class Block(nnx.Module):
     def stream_norms(self) -> dict[str, nnx.Module]:
         """Separate norms of the inputs "q", "k" and "v"; empty if they share one."""
         return {}
-
-
-def add_scalars(first: Scalars, second: Scalars) -> Scalars:
-    """Returns the scalars of both, those of the same name as their sum."""
-    sums = {name: first[name] + second[name] for name in first if name in second}
-    return first | second | sums

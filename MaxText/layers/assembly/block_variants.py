@@ -12,7 +12,6 @@ from MaxText.layers.assembly.block import (
     FEED_FORWARD_STREAM,
     MIXER_STREAM,
     Block,
-    add_scalars,
 )
 from MaxText.layers.attention.static_sgu import BesideStaticSGU
 from MaxText.layers.capture import record, scope
@@ -22,6 +21,7 @@ from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.part_scalars import add_scalars
 from MaxText.layers.per_layer_inputs import PerLayerInputs, layer_input
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 

@@ -8,6 +8,7 @@ of 1 layer that is repeated L times: `apply_scanned` is then a single jax.lax.sc
 
 import dataclasses
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from MaxText.layers.lowering.unrolled_layers import (
 )
 from MaxText.layers.params import Params
 from MaxText.layers.part import Carry, DecodeState, LayerIndex, Scalars
+from MaxText.layers.part_scalars import add_scalars
 
 # (layer, carry, index) -> (carry, scalars); the index is traced in a scan
 ApplyLayer = Callable[[Any, Carry, LayerIndex], tuple[Carry, Scalars]]
@@ -53,7 +55,7 @@ def apply_scanned(
     plan = blueprint.plan
     totals: Scalars = {}
 
-    def apply_single(carry: Carry, index: int) -> Carry:
+    def apply_single(carry: Carry, index: int) -> tuple[Carry, Scalars]:
         """Applies a layer outside of the cycle."""
 
         def one_layer(carry: Carry, weights: Params) -> tuple[Carry, Scalars]:
@@ -63,17 +65,16 @@ def apply_scanned(
 
         stored = weights if blueprint.is_stacked else weights[str(index)]
         carry, scalars = apply_remat(one_layer, policy, in_scan=False)(carry, stored)
-        _add(totals, scalars)
-        return with_token_major_layout(carry)
+        return with_token_major_layout(carry), add_scalars(totals, scalars)
 
     for index in range(plan.prefix):
-        carry = apply_single(carry, index)
+        carry, totals = apply_single(carry, index)
     if plan.repeats:
         cycle = CycleScan(blueprint, apply, policy, num_repeats=plan.repeats)
         carry, scalars = cycle.scan(_cycle_weights(blueprint, weights), carry, first=plan.prefix)
-        _add(totals, scalars)
+        totals = add_scalars(totals, scalars)
     for index in range(plan.end, plan.num_layers):
-        carry = apply_single(carry, index)
+        carry, totals = apply_single(carry, index)
     return carry, totals
 
 
@@ -149,10 +150,7 @@ class CycleScan:
 
         by_cycle = None if is_shared else self._split_by_cycle(weights)
         carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
-        totals: Scalars = {}
-        for run_scalars in scalars:
-            _add(totals, {name: jnp.sum(value) for name, value in run_scalars.items()})
-        return carry, totals
+        return carry, functools.reduce(add_scalars, jax.tree.map(jnp.sum, scalars))
 
     @property
     def _form(self) -> _CycleForm:
@@ -301,7 +299,7 @@ def apply_unrolled(
         state = None if states is None else states[index]
         function = apply_remat(one_layer, policy, in_scan=False)
         carry, scalars, new_state = function(weights, carry, state)
-        _add(totals, scalars)
+        totals = add_scalars(totals, scalars)
         new_states.append(new_state)
     return carry, totals, tuple(new_states)
 
@@ -312,9 +310,3 @@ def _sequential_weights(blueprint: Blueprint, weights: Params) -> SequentialWeig
         return SequentialWeights(weights)
     layer_weights = blueprint.layer_weights(weights)
     return SequentialWeights(layer_weights[:1] if blueprint.is_shared else layer_weights)
-
-
-def _add(totals: Scalars, scalars: Scalars) -> None:
-    """Adds scalars to the totals of their names, in place."""
-    for name, value in scalars.items():
-        totals[name] = totals.get(name, 0) + value

@@ -82,6 +82,7 @@ class Model:
                 owner=metadata["owner"],
                 row=metadata["row"] or self.placed(name)[0].rpartition("/")[0],
                 is_recomputed=metadata["is_recomputed"],
+                update_rule=metadata["update_rule"],
             )
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:

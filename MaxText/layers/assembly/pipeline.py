@@ -100,7 +100,7 @@ def pipeline_apply(  # noqa: PLR0917
         )
         output, scalars = run_of_layers.scan(weights_K, arrived, first)
         has_work = (visit >= 0) & (visit < num_microbatches * repeats)
-        return output, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
+        return output, jax.tree.map(lambda x: jnp.where(has_work, x, 0), scalars)
 
     all_stages = jax.vmap(stage, in_axes=(0, 0, 0, None), spmd_axis_name="stage")
     numbers_S = jnp.arange(num_stages)

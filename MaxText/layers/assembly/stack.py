@@ -161,7 +161,7 @@ def _add_dimension(shapes: Params, size: int) -> Params:
 
 
 def _shapes(layer: Any) -> list[Any]:
-    """Returns path, shape, dtype and logical axes of a layer's weights, to compare layers."""
+    """Returns what layers have in common whose weights are stored as one: paths, shapes, ..."""
     flat = nnx.to_flat_state(nnx.state(layer))
     for path, parameter in flat:
         if "logical_axes" not in parameter.get_metadata():
@@ -170,7 +170,13 @@ def _shapes(layer: Any) -> list[Any]:
                 "by Dense or MaxText.layers.params.param, not as an nnx.Param"
             )
     return [
-        (path, parameter.shape, parameter.dtype, parameter.get_metadata()["logical_axes"])
+        (
+            path,
+            parameter.shape,
+            parameter.dtype,
+            parameter.get_metadata()["logical_axes"],
+            parameter.get_metadata()["update_rule"],
+        )
         for path, parameter in flat
     ]
 

@@ -10,6 +10,7 @@ groups, S tokens of a group, C capacity of an expert for a group, P = K * S pair
 token, L = E * C slots.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.feed_forward.activations import ACTIVATIONS, clamped
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
 from MaxText.layers.params import Init, Initializer, Shape, param, zeros
-from MaxText.layers.part import Scalars
+from MaxText.layers.part_scalars import Metric, Scalars, Statistic
 from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
 _ROUTING = 9  # RNG stream id within a layer; block.py has the others
@@ -48,6 +49,31 @@ class ExpertCapacity(NamedTuple):
 
     group: int  # S
     slots: int  # C
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceLoad:
+    """The rule of the correction bias of experts: b_e += rate * sign(mean load - load_e).
+
+    Experts with more choices than the others become less likely to be chosen. There is no loss, and
+    so no gradient that disturbs the model (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+
+    Attributes:
+      rate: What is added or subtracted in a step (DeepSeek V3: 0.001); 0 keeps the bias.
+    """
+
+    rate: float
+
+    def __call__(self, bias_E: jax.Array, load_E: jax.Array) -> jax.Array:
+        """Returns what is added to a bias; any dimensions before E are those of layers.
+
+        Args:
+          bias_E: The bias.
+          load_E: How many choices of tokens each expert got in the step.
+        """
+        # E * load_e against their sum: whole numbers, unlike the mean.
+        difference_E = load_E.sum(-1, keepdims=True) - load_E.shape[-1] * load_E
+        return self.rate * jnp.sign(difference_E)
 
 
 class _Routing(NamedTuple):
@@ -198,8 +224,9 @@ class RoutedMoE(nnx.Module):
     Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`.
 
     With groups, only experts of the best groups of consecutive experts are chosen, so that a token
-    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2). Shared experts are one MLP that every
-    token visits, whose output is added (Dai et al. 2024, section 3.2).
+    visits few devices (DeepSeek-AI 2024, V2, section 2.2.2). A correction bias is added to the
+    scores that experts and groups are chosen by, and not to gates (`BalanceLoad`). Shared experts
+    are one MLP that every token visits, whose output is added (Dai et al. 2024, section 3.2).
 
     With a capacity factor an expert takes C = S * factor / E tokens of a group, first choices of
     earlier tokens first; the others stay on the residual stream. Without one no token is dropped.
@@ -247,11 +274,12 @@ class RoutedMoE(nnx.Module):
             use_bias=config.router_bias,
             used_in=used_in,
         )
+        self.gate_correction_bias = _correction_bias(config, rngs) if config.routed_bias else None
         self.experts = Experts(config, feed_forward, init, rngs)
         self.shared_experts = shared_experts
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns y_BTD, and losses summed over tokens without padding."""
+        """Returns y_BTD, and losses, metrics and the experts' load, without padding."""
         batch, length, width = x_BTD.shape
         capacity = self._capacity(length, context)
         x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
@@ -262,16 +290,23 @@ class RoutedMoE(nnx.Module):
         if context.segments_BT is not None:
             is_token_GS = (context.segments_BT > 0).reshape(x_GSD.shape[:2])
         routing = self._route(scores_GSE, is_token_GS, context)
-        losses = self._auxiliary_losses(logits_GSE, p_GSE, routing.experts_GSK, is_token_GS)
+        scalars = self._auxiliary_losses(logits_GSE, p_GSE, routing.experts_GSK, is_token_GS)
         if capacity is None:
             y_GSD = self._dropless(x_GSD, routing)
+            num_computed = routing.is_routed_GSK.sum()
         else:
-            y_GSD = self._capacity_dispatch(x_GSD, routing, capacity)
+            y_GSD, num_computed = self._capacity_dispatch(x_GSD, routing, capacity)
+        load_E = _load(routing, self.config.num_experts)
+        num_choices = self.config.num_experts_per_tok * is_token_GS.sum(dtype=jnp.float32)
+        dropped = Metric(num_choices - num_computed, num_choices)
+        scalars |= _routing_metrics(p_GSE, load_E, is_token_GS) | {"moe_dropped": dropped}
+        if self.gate_correction_bias is not None:
+            scalars["moe_load"] = Statistic.of(self.gate_correction_bias[...], load_E)
         y_BTD = y_GSD.reshape(batch, length, width)
         if self.shared_experts is not None:
             shared_BTD, _ = self.shared_experts(x_BTD, context)
             y_BTD = y_BTD + shared_BTD
-        return y_BTD, losses
+        return y_BTD, scalars
 
     def _capacity(self, length: int, context: ForwardContext) -> int | None:
         """Returns C, or None to compute experts without a capacity."""
@@ -311,9 +346,14 @@ class RoutedMoE(nnx.Module):
           context: Facts about the batch.
         """
         config = self.config
+        choice_GSE = scores_GSE  # what experts are chosen by
+        if self.gate_correction_bias is not None:
+            choice_GSE = choice_GSE + jax.lax.stop_gradient(self.gate_correction_bias[...])
         if config.n_routing_groups != -1:
-            scores_GSE = _within_best_groups(scores_GSE, config)
-        gates_GSK, experts_GSK = jax.lax.top_k(scores_GSE, config.num_experts_per_tok)
+            choice_GSE = _within_best_groups(choice_GSE, config)
+        gates_GSK, experts_GSK = jax.lax.top_k(choice_GSE, config.num_experts_per_tok)
+        if self.gate_correction_bias is not None:
+            gates_GSK = jnp.take_along_axis(scores_GSE, experts_GSK, axis=-1)
         if config.routed_score_func == "topk_softmax":
             gates_GSK = jax.nn.softmax(gates_GSK, axis=-1)
         if config.normalizes_gates:
@@ -371,14 +411,16 @@ class RoutedMoE(nnx.Module):
         mean_p_GE = (p_GSE * is_token).sum(1) / count_G1
         balance_G = num_experts * (share_GE * mean_p_GE).sum(-1)
         balance = (balance_G * is_token.sum((1, 2))).sum()
-        losses = {"moe_lb_loss": config.load_balance_loss_weight * balance}
+        losses: Scalars = {"moe_lb_loss": config.load_balance_loss_weight * balance}
         if config.router_z_loss_weight:
             z_GS = jnp.square(jax.nn.logsumexp(logits_GSE, axis=-1)) * is_token[..., 0]
             losses["moe_z_loss"] = config.router_z_loss_weight * z_GS.sum()
         return losses
 
-    def _capacity_dispatch(self, x_GSD: jax.Array, routing: _Routing, capacity: int) -> jax.Array:
-        """Returns y_GSD with C slots of each expert for the tokens of a group.
+    def _capacity_dispatch(
+        self, x_GSD: jax.Array, routing: _Routing, capacity: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns y_GSD with C slots of each expert for the tokens of a group, and filled slots.
 
         Tokens are copied to the slots of their experts, the slots are sent to the devices of the
         experts and back, and each token sums what its experts made (Lepikhin et al. 2020). Dispatch
@@ -404,10 +446,11 @@ class RoutedMoE(nnx.Module):
 
         out_GLD = out_GECD.reshape(num_groups, num_slots, width)
         out_GPD = jax.vmap(take_rows)(out_GLD, slots_GP, pairs_GL[..., None])
-        return sum(
+        y_GSD = sum(
             routing.gates_GSK[..., choice, None].astype(x_GSD.dtype) * out_GSD
             for choice, out_GSD in enumerate(jnp.split(out_GPD, len(slots_GS), axis=1))
-        )  # type: ignore[return-value]
+        )
+        return y_GSD, is_filled_GL.sum()  # type: ignore[return-value]
 
     def _assign_slots(self, routing: _Routing, capacity: int) -> list[jax.Array]:
         """Returns the slot of each token, int32 [G, S] for each choice; L if it has none.
@@ -542,6 +585,42 @@ class RoutedMoE(nnx.Module):
         out = out * gates[:, None].astype(out.dtype)
         y = take_rows(out, position_of_pair, order[:, None]).reshape(-1, num_choices, width)
         return y.sum(1).reshape(x_GSD.shape)
+
+
+def _correction_bias(config: MoEConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """Declares the bias of each expert that balances their load, float32 [E], 0 at first."""
+    rule = BalanceLoad(config.routed_bias_update_rate)
+    dtype = jnp.dtype(jnp.float32)
+    shape = (config.num_experts,)
+    return param(rngs, shape, (None,), zeros, dtype=dtype, used_in=dtype, update_rule=rule)
+
+
+def _load(routing: _Routing, num_experts: int) -> jax.Array:
+    """Returns how many choices each expert got, before any are dropped, float32 [E]."""
+    chosen_GSKE = routing.experts_GSK[..., None] == jnp.arange(num_experts)
+    chosen_GSKE &= routing.is_routed_GSK[..., None]
+    return chosen_GSKE.sum((0, 1, 2), dtype=jnp.float32)
+
+
+def _routing_metrics(p_GSE: jax.Array, load_E: jax.Array, is_token_GS: jax.Array) -> Scalars:
+    """Returns what is reported about the choices of the router, means over tokens.
+
+      moe_max_load_ratio   load of the expert with the most choices, relative to the mean load; 1 is
+                           balanced. Of the tokens that go through a layer together (a microbatch).
+      moe_router_entropy   entropy of a token's probabilities in nats, at most log E
+
+    Args:
+      p_GSE: Probabilities of the experts.
+      load_E: Choices of each expert.
+      is_token_GS: False for padding.
+    """
+    num_tokens = is_token_GS.sum(dtype=jnp.float32)
+    max_load_ratio = load_E.shape[0] * load_E.max() / jnp.maximum(load_E.sum(), 1)
+    entropy_GS = -jax.scipy.special.xlogy(p_GSE, p_GSE).sum(-1)
+    return {
+        "moe_max_load_ratio": Metric(num_tokens * max_load_ratio, num_tokens),
+        "moe_router_entropy": Metric((entropy_GS * is_token_GS).sum(), num_tokens),
+    }
 
 
 def _for_each_expert(initializer: Initializer) -> Initializer:

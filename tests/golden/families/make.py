@@ -53,6 +53,17 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+# Latent attention and experts of DeepSeek.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
 
@@ -220,6 +231,119 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "attention_bias": True,
     },
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+    },
+    "qwen3_moe-window": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "decoder_sparse_step": 2,
+    },
+    "deepseek_v2": {
+        **LATENT,
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v2-groups": {
+        **LATENT,
+        "num_hidden_layers": 2,
+        "q_lora_rank": 10,
+        "n_shared_experts": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": True,
+        "mlp_bias": False,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "q_lora_rank": 10,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek_v3-plain": {
+        **LATENT,
+        "num_hidden_layers": 2,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "rope_parameters": YARN,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "intermediate_size": 12,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_limit": 0.8,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "minimax_m2": {
+        "num_hidden_layers": 2,
+        "head_dim": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "hy_v3": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "router_scaling_factor": 1.7,
+    },
 }
 
 
@@ -243,44 +367,43 @@ def _make(case: str) -> None:
     """Writes the files of a case."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load_file, save_file
 
     model_type = case.partition("-")[0]
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | CASES[case]))
     config.dtype = torch.float32
-    model = (
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        .float()
-        .eval()
-    )
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with tempfile.TemporaryDirectory() as folder:
+        model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
         model.save_pretrained(folder)
-        stored = load_file(f"{folder}/model.safetensors")
         config_json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-    centers = {name: 1.0 for name, tensor in stored.items() if tensor.ndim == 1 and tensor[0] == 1}
-    state = model.state_dict()
-    is_buffer = set(state) - {name for name, _ in model.named_parameters()}
-    fixed = {name: tensor.tolist() for name, tensor in stored.items() if _is_fixed(name)}
-    drawn = weights({name: tensor.shape for name, tensor in stored.items()}, centers)
-    drawn |= {name: stored[name] for name in fixed}
-    with torch.no_grad():
-        for name, array in drawn.items():
-            state[name].copy_(torch.from_numpy(array))
+        stored = load_file(f"{folder}/model.safetensors")
+        is_scale = {name: array.ndim == 1 and array[0] == 1 for name, array in stored.items()}
+        centers = {name: 1.0 for name in stored if is_scale[name]}
+        fixed = {name: array.tolist() for name, array in stored.items() if _is_fixed(name)}
+        drawn = weights({name: array.shape for name, array in stored.items()}, centers)
+        drawn |= {name: stored[name] for name in fixed}
+        save_file(drawn, f"{folder}/model.safetensors", {"format": "pt"})
+        # Some classes store experts one by one, and keep them in one array.
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (BATCH, LENGTH))
     with _float64_throughout():
         output = model.double()(torch.from_numpy(tokens), labels=torch.from_numpy(tokens))
         output.loss.backward()
+    stored_gradients = _gradients_as_stored(model)
     gradients = {
-        f"grad/{name}": parameter.grad.float().numpy()
-        for name, parameter in model.named_parameters()
-        if name in stored
+        f"grad/{name}": gradient.astype(np.float32)
+        for name, gradient in stored_gradients.items()
+        if not np.isnan(gradient).any()
     }
     facts = {
         "hf_config": config_json,
-        "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
+        "shapes": {name: list(array.shape) for name, array in stored.items()},
         "centers": centers,
         "fixed": fixed,
-        "without_gradient": sorted(is_buffer & stored.keys()),
+        "without_gradient": sorted(
+            name for name, gradient in stored_gradients.items() if np.isnan(gradient).any()
+        ),
         "library": {module.__name__: module.__version__ for module in (np, torch, transformers)},
     }
     text = json.dumps(facts, indent=1, default=str)
@@ -293,6 +416,25 @@ def _make(case: str) -> None:
         **gradients,
     )
     print(f"{case}: loss {output.loss.item():.4f}")
+
+
+def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
+    """Returns the gradients of a model's parameters under the names of its file.
+
+    What the file has besides parameters is NaN. Replaces the parameters of the model.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file
+
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
 
 
 @contextlib.contextmanager

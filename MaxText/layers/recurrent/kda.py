@@ -1,0 +1,374 @@
+"""Kimi Delta Attention (KDA): gated DeltaNet with a decay for each channel of a key.
+
+    S_t = Diag(a_t) S_(t-1) + b_t k_t (v_t - (Diag(a_t) S_(t-1))^T k_t)^T,   o_t = S_t^T q_t
+
+The state S of a head maps keys to values, as in gated_delta_net.py, and a_t decays its rows (Kimi
+Team 2025, arXiv 2510.26692). Two forms of log a, of r_t = W_fb W_fa x_t + dt_bias:
+
+    -exp(A_log) softplus(r_t)               Kimi Linear
+    bound sigmoid(exp(A_log) r_t)           with kda_lower_bound, such as -5 (Ling 3)
+
+Outputs are normalized in each head and gated: norm(o) sigmoid(W_gb W_ga x).
+
+The chunks of gated_delta_net.py need products of decayed tokens,
+
+    sum_c q_ic k_jc exp(G_ic - G_jc),   G the sums of log a over tokens,
+
+which are no longer a product of q with k times one decay. exp(G_i) exp(-G_j) would overflow.
+`decayed_products` instead computes a block of tokens from its halves. For a token i of the right
+half and j of the left one, with the boundary between them as the anchor,
+
+    G_i - G_j = (sum from the boundary to i) + (sum from j + 1 to the boundary)
+
+Neither sum is positive, so each side has a factor of at most 1, and the block of pairs is one
+product of matrices. Sums are over the tokens of a half alone, not differences of sums over the
+chunk: a strong decay costs no digits of other tokens' decays, and a document begins with a decay of
+0, which needs no further masks.
+
+Legend: B sequences, T tokens, D emb_dim, N heads, K width of keys, V width of values, R rank, C
+tokens of a chunk, J chunks, P parts of a sequence (chunks.py).
+"""
+
+import functools
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from MaxText.config.layer_sections import Dimensions, RecurrentConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
+from MaxText.config.registry import register
+from MaxText.layers.capture import record
+from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import Dense, einsum
+from MaxText.layers.params import Init, param
+from MaxText.layers.part import Flops, Mixer
+from MaxText.layers.recurrent.chunks import Chunks, begins_document
+from MaxText.layers.recurrent.gated_delta_net import DeltaInputs, GatedDeltaNet
+from MaxText.layers.recurrent.gates import (
+    GatedRMSNorm,
+    inverse_softplus_of_log_uniform,
+    log_decay,
+    log_of_uniform,
+)
+from MaxText.layers.recurrent.short_convolution import ShortConvolution
+from MaxText.layers.recurrent.state_passing import DeltaUpdates, pass_corrected_states
+from MaxText.layers.recurrent.triangular_inverse import (
+    num_levels,
+    num_products,
+    unit_lower_inverse,
+)
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+# Tokens whose pairs are products of whole blocks; larger blocks are computed from their halves.
+_SUB_BLOCK = 16
+_HEAD_AXES = ("q_heads", "kv")
+
+
+@register("mixer", "kda")
+class KimiDeltaAttention(GatedDeltaNet):
+    """Kimi Delta Attention (formulas above)."""
+
+    rows: ClassVar = {
+        **dict.fromkeys(("query", "key", "value", "beta", "decay"), "query, key, value"),
+        "decay_down": "query, key, value",
+        **dict.fromkeys(("gate_down", "gate"), "attention gate"),
+        "out": "attention output",
+    }
+
+    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        """Declares projections, convolutions, decays and the norm.
+
+        Args:
+          config: Keys of the model.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
+        keys = config.recurrent
+        D = init.dimensions.emb_dim
+        N = keys.linear_num_value_heads
+        K = keys.linear_key_head_dim
+        V = keys.linear_value_head_dim
+        R = rank(keys)
+        draw = init.initializers
+        self.chunk_size = keys.linear_chunk_size
+        self.largest_beta = 2.0 if keys.linear_allow_neg_eigval else 1.0
+        self.lower_bound = keys.kda.kda_lower_bound
+        self.precision = init.precision
+        dense = functools.partial(Dense, init=init, rngs=rngs)
+        into_heads = functools.partial(dense, (D,), axes=("embed", *_HEAD_AXES))
+        self.query = into_heads((N, K), initializer=draw.query)
+        self.key = into_heads((N, K), initializer=draw.key_value)
+        self.value = into_heads((N, V), initializer=draw.key_value)
+        axes = ("embed", "q_heads")
+        self.beta = dense((D,), (N,), axes, draw.kernel, used_in=_FLOAT32)
+        if R:
+            down = functools.partial(dense, (D,), (R,), ("embed", None), draw.kernel)
+            self.decay_down = down()
+            self.gate_down = down()
+            into_heads = functools.partial(dense, (R,), axes=("latent", *_HEAD_AXES))
+        else:
+            self.decay_down = None
+            self.gate_down = None
+        self.decay = into_heads((N, K), initializer=draw.kernel)
+        self.gate = into_heads((N, V), initializer=draw.kernel)
+        convolution = functools.partial(
+            ShortConvolution,
+            axes=_HEAD_AXES,
+            width=keys.linear_conv_kernel_dim,
+            init=init,
+            rngs=rngs,
+        )
+        self.query_conv = convolution((N, K))
+        self.key_conv = convolution((N, K))
+        self.value_conv = convolution((N, V))
+        # As in the authors' program.
+        declare = functools.partial(param, rngs, dtype=init.weight_dtype)
+        self.A_log = declare((N,), ("q_heads",), log_of_uniform(1.0, 16.0))
+        self.dt_bias = declare((N, K), _HEAD_AXES, inverse_softplus_of_log_uniform(1e-3, 0.1))
+        epsilon = keys.linear_norm_epsilon
+        if epsilon is None:
+            epsilon = config.block.normalization_layer_epsilon
+        self.norm = GatedRMSNorm(V, epsilon, init, rngs, activation=jax.nn.sigmoid)
+        out_axes = (*_HEAD_AXES, "embed")
+        self.out = dense((N, V), (D,), out_axes, draw.attention_output)
+
+    def output_gate(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the gate of outputs is the sigmoid of, [B, T, N, V]."""
+        return self.gate(x_BTD if self.gate_down is None else self.gate_down(x_BTD))
+
+    def rates(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns b [B, T, N] and log a [B, T, N, K], float32."""
+        beta_BTN = self.largest_beta * jax.nn.sigmoid(self.beta(x_BTD))
+        rate_BTNK = self.decay(x_BTD if self.decay_down is None else self.decay_down(x_BTD))
+        A_log_N1 = self.A_log[...].astype(jnp.float32)[:, None]
+        dt_bias_NK = self.dt_bias[...].astype(jnp.float32)
+        if self.lower_bound is None:
+            log_a_BTNK = log_decay(rate_BTNK, A_log_N1, dt_bias_NK)
+        else:
+            steps_BTNK = jnp.exp(A_log_N1) * (rate_BTNK.astype(jnp.float32) + dt_bias_NK)
+            log_a_BTNK = self.lower_bound * jax.nn.sigmoid(steps_BTNK)
+        record(beta_BTN, "write_strength")
+        record(jnp.exp(log_a_BTNK), "state_decay")
+        return beta_BTN, log_a_BTNK
+
+    def recur(
+        self, inputs: DeltaInputs, memory_BNKV: jax.Array, context: ForwardContext, chunks: Chunks
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs o, float32 [B, T, N, V], and the last state."""
+        return channelwise_delta_rule(inputs, memory_BNKV, context, chunks, self.precision)
+
+    @classmethod
+    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Returns FLOPs of the delta rule, by row of the FLOPs table."""
+        keys = config.recurrent
+        N = keys.linear_num_value_heads
+        K = keys.linear_key_head_dim
+        V = keys.linear_value_head_dim
+        C = min(keys.linear_chunk_size, length)
+        filled = -(-length // C) * C / length  # with the tokens that fill the last chunk
+        of_state = 6.0 * K * V  # V and o from S, and S
+        in_chunk = 2 * C * (K + 2 * V)  # V before S, what is subtracted from it, o from V
+        levels = num_levels(C)
+        padded = 2**levels
+        sub_block = min(_SUB_BLOCK, padded)
+        num_whole = num_levels(sub_block)
+        # Columns that a token is multiplied with: half of the tokens, from each larger block's
+        # other half.
+        columns = num_whole * sub_block + sum(2**level / 2 for level in range(num_whole, levels))
+        pairs = 4 * K * columns * padded / C  # of keys with keys, and of queries with keys
+        inverse = filled * N * 2 * C * C
+        return {
+            "delta rule": Flops(N * of_state, filled * N * (of_state + in_chunk + pairs)),
+            # The backward pass has two products of its own, and none of those of the inverse.
+            "inverses of chunks": Flops(
+                by_rule=0.0,
+                hardware_flops=num_products(C) * inverse,
+                recomputed=2 * inverse,
+                backward=0,
+            ),
+        }
+
+    @classmethod
+    def state_bytes(
+        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
+    ) -> tuple[int, int]:
+        """Returns bytes of a GatedDeltaNetState per sequence: (per token, fixed)."""
+        keys = config.recurrent
+        N = keys.linear_num_value_heads
+        K = keys.linear_key_head_dim
+        V = keys.linear_value_head_dim
+        return 0, 4 * N * (K * V + (keys.linear_conv_kernel_dim - 1) * (2 * K + V))
+
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns the number of heads; see `Part.sharded_sizes`."""
+        num_heads = layer.config.recurrent.linear_num_value_heads
+        return {"linear_num_value_heads": ("heads", num_heads)}
+
+
+def rank(keys: RecurrentConfig) -> int:
+    """Returns R, the rank of the projections to decays and gates; 0 if they have full rank."""
+    chosen = keys.kda.kda_lora_rank
+    return keys.linear_key_head_dim if chosen is None else chosen
+
+
+def channelwise_delta_rule(
+    inputs: DeltaInputs,
+    memory_BNKV: jax.Array,
+    context: ForwardContext,
+    chunks: Chunks,
+    precision: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs o, float32 [B, T, N, V], and the last state.
+
+    Args:
+      inputs: Of all tokens, with as many heads of keys as of values, and a decay for each channel
+        of a key. Those with b = 0 and log a = 0 leave the state as it is.
+      memory_BNKV: The state before the first token, whose document that token continues.
+      context: `segments_BT` has the documents: tokens see only their own.
+      chunks: The division of sequences; no effect on the result besides rounding.
+      precision: Of the products.
+    """
+    product = functools.partial(einsum, precision=precision)
+    log_a_BTNK = inputs.log_a
+    begins_BT = begins_document(context, chunks.length)
+    if begins_BT is not None:
+        log_a_BTNK = jnp.where(begins_BT[..., None, None], -jnp.inf, log_a_BTNK)
+    q, k, v, beta, log_a = (
+        chunks.split(x) for x in (*inputs[:4], log_a_BTNK)
+    )  # [J, P, B, N, C, ...]
+    pairs = decayed_products(q, k, log_a, precision)
+    # One pass of bfloat16 would not do; see there.
+    inverse_precision = "highest" if precision == "highest" else "high"
+    inverse = unit_lower_inverse(beta[..., None] * pairs.keys_CC, inverse_precision)
+    solution = inverse * beta[..., None, :]
+    since_begin = jnp.exp(pairs.since_begin_CK)
+    states = pass_corrected_states(
+        DeltaUpdates(
+            decay=since_begin[..., -1, :, None],
+            keys_JPBNCK=k * jnp.exp(pairs.to_end_CK),
+            values_JPBNCV=product("jpbncd,jpbndv->jpbncv", solution, v),
+            corrections_JPBNCK=product("jpbncd,jpbndk->jpbnck", solution, k * since_begin),
+        ),
+        memory_BNKV,
+        precision,
+    )
+    o = product("jpbnck,jpbnkv->jpbncv", q * since_begin, states.before_JPBNKV)
+    o += product("jpbncd,jpbndv->jpbncv", pairs.queries_CC, states.values_JPBNCV)
+    return chunks.merge(o), states.last_BNKV
+
+
+class DecayedProducts(NamedTuple):
+    """Products of the tokens of a chunk, and sums of their logarithms of decays; any more dims."""
+
+    keys_CC: jax.Array  # of keys i with keys j < i
+    queries_CC: jax.Array  # of queries i with keys j <= i
+    since_begin_CK: jax.Array  # sums from the first token to i
+    to_end_CK: jax.Array  # sums from i + 1 to the last token
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3,))
+def decayed_products(
+    q: jax.Array, k: jax.Array, log_a: jax.Array, precision: str | None
+) -> DecayedProducts:
+    """Returns sum_c q_ic k_jc exp(G_ic - G_jc) and the same of keys (formulas above).
+
+    The backward pass computes decayed queries and keys again, instead of saving them for each size
+    of blocks.
+
+    Args:
+      q: [..., C, K], float32, as the others.
+      k: [..., C, K].
+      log_a: [..., C, K], not positive; -inf forgets all tokens before.
+      precision: Of the products.
+    """
+    *_, size, width = k.shape
+    num_padding = 2 ** num_levels(size) - size
+    if num_padding:
+        padding = [(0, 0)] * (k.ndim - 2) + [(0, num_padding), (0, 0)]
+        q, k, log_a = (jnp.pad(x, padding) for x in (q, k, log_a))
+    *lead, padded, _ = k.shape
+    product = functools.partial(einsum, "...ck,...dk->...cd", precision=precision)
+    block = min(_SUB_BLOCK, padded)
+    keys = jnp.zeros((*lead, padded // block, block, block), k.dtype)
+    queries = keys
+    # Sums within blocks of 2^level tokens.
+    since_begin = log_a
+    to_end = jnp.zeros_like(log_a)
+    for level in range(num_levels(padded)):
+        half = 2**level
+        halves = (*lead, padded // (2 * half), 2, half, width)
+        left_since, right_since = _split(since_begin, halves)
+        left_to_end, right_to_end = _split(to_end, halves)
+        factors = jnp.exp(_join(left_to_end, right_since, k.shape))
+        decayed_k = k * factors
+        decayed_q = q * factors
+        if 2 * half <= block:
+            blocks = (*lead, padded // block, block, width)
+            decayed_k = decayed_k.reshape(blocks)
+            decayed_q = decayed_q.reshape(blocks)
+            is_pair = _is_pair(block, half)
+            keys = jnp.where(is_pair, product(decayed_k, decayed_k), keys)
+            queries = jnp.where(is_pair, product(decayed_q, decayed_k), queries)
+        else:
+            left_k, right_k = _split(decayed_k, halves)
+            _, right_q = _split(decayed_q, halves)
+            left_k = left_k[..., 0, :, :]
+            keys = _grown(keys, product(right_k[..., 0, :, :], left_k))
+            queries = _grown(queries, product(right_q[..., 0, :, :], left_k))
+        left_total = left_since[..., -1:, :]
+        right_total = right_since[..., -1:, :]
+        since_begin = _join(left_since, right_since + left_total, k.shape)
+        to_end = _join(left_to_end + right_total, right_to_end, k.shape)
+    diagonal = jnp.sum(q * k, axis=-1)[..., None] * jnp.eye(padded, dtype=k.dtype)
+    return DecayedProducts(
+        keys_CC=keys[..., 0, :size, :size],
+        queries_CC=(queries[..., 0, :, :] + diagonal)[..., :size, :size],
+        since_begin_CK=since_begin[..., :size, :],
+        to_end_CK=to_end[..., :size, :],
+    )
+
+
+def _is_pair(size: int, half: int) -> np.ndarray:
+    """Returns which tokens (row, column) are in the right and the left half of the same block.
+
+    Args:
+      size: Tokens.
+      half: Tokens of a half.
+    """
+    number = np.arange(size) // half
+    is_same_block = number[:, None] // 2 == number // 2
+    return is_same_block & (number[:, None] > number)
+
+
+def _split(x: jax.Array, halves: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns the left and the right halves of blocks, [..., blocks, 1, half, K] each.
+
+    Args:
+      x: [..., C, K].
+      halves: The shape [..., blocks, 2, half, K].
+    """
+    x = x.reshape(halves)
+    return x[..., :1, :, :], x[..., 1:, :, :]
+
+
+def _join(left: jax.Array, right: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the halves of blocks as [..., C, K]; the inverse of `_split`."""
+    return jnp.concatenate([left, right], axis=-3).reshape(shape)
+
+
+def _grown(diagonal: jax.Array, below: jax.Array) -> jax.Array:
+    """Returns blocks [[X, 0], [Z, Y]] of twice the size.
+
+    Args:
+      diagonal: X and Y in turn, [..., blocks, half, half].
+      below: Z, [..., blocks / 2, half, half].
+    """
+    *lead, half, _ = below.shape
+    sides = jnp.tile(diagonal.reshape(*lead, 2 * half, half), 2)  # X X over Y Y
+    number = np.arange(2 * half) // half
+    below = jnp.pad(below, [(0, 0)] * len(lead) + [(half, 0), (0, half)])
+    return jnp.where(number[:, None] == number, sides, below)
