@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.families import expert_layers, rotary
+from MaxText.conversion.families import expert_layers, prediction_layers, rotary
 from MaxText.conversion.families.llama import (
     GATED_MLP,
     JOINT_QK_NORMS,
@@ -186,6 +186,7 @@ _OF_QWEN: dict[str, Any] = {
     "choices": {"linear_allow_neg_eigval": False, "linear_norm_epsilon": None},
     "rotary": RotaryDefaults(fraction=0.25),
     "skipped": ("mtp.",),
+    "prediction": prediction_layers.BESIDE_THE_MODEL,
 }
 _SHARED_SETTINGS = (
     *_sizes(),
@@ -199,6 +200,7 @@ QWEN3_NEXT = descendant(
     *_SHARED_SETTINGS,
     *_experts(512, per_token=10, kinds=_SPARSE),
     expert_layers.gates_are_normalized(default=True, kinds=_SPARSE),
+    prediction_layers.count_if_any("num_nextn_predict_layers"),
     without=("mlp_bias",),
     defaults={
         "intermediate_size": 5632,
@@ -232,6 +234,7 @@ _ROWS_OF_QWEN3_5 = (
 QWEN3_5 = descendant(
     "Qwen3_5ForCausalLM",
     *_SHARED_SETTINGS,
+    prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768},
     model_type="qwen3_5_text",
@@ -252,6 +255,7 @@ QWEN3_5_MOE = descendant(
         hf.copy_of("moe_intermediate_size"),
         is_written=False,
     ),
+    prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768},
     model_type="qwen3_5_moe_text",
