@@ -37,7 +37,7 @@ state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: 
 updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
 that they repeat, its lengths, resuming (docs/how-to/add_a_data_source.md).
 
-  python MaxText/check_part.py examples/gated_deltanet.py
+  python MaxText/check_part.py examples/deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
 
 MODULE is a module or the path of a .py file; without CLASS all of its parts are checked. Keys are

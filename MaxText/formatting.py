@@ -15,7 +15,8 @@ def parameter_table(
     """Returns a table of parameters; repeated layers share a row.
 
     Args:
-      parameters: Name -> an object with `shape` and `dtype`.
+      parameters: Name -> an object with `shape` and `dtype`. Those with an `update_rule` are
+        marked: no optimizer trains them.
       sharding_of: Name -> a description of the parameter's sharding, for one more column.
     """
     groups: dict[tuple[str, int, str], list[str]] = {}
@@ -34,6 +35,8 @@ def parameter_table(
     for (pattern, _, dtype), names in groups.items():
         count = size(names)
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
+        if getattr(parameters[names[0]], "update_rule", None) is not None:
+            name += " (not trained)"
         # Of equal rank: "64 x 8..24".
         sizes = zip(*(parameters[name].shape for name in names), strict=True)
         ranges = [

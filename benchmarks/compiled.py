@@ -137,18 +137,25 @@ def measure(side: str, row: tuple) -> dict:
     else:
         step = compile_maxtext(command_keys)
     program = HloModule(step.as_text() or "")
-    # Pallas kernels and collectives have no estimate.
+    figures |= {
+        "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
+        "estimated_ms": estimated_ms(program, machine),
+        "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
+    }
+    return figures
+
+
+def estimated_ms(program: Any, machine: str) -> float:
+    """Returns the compiler's estimate for an HloModule, loops in full.
+
+    Pallas kernels and collectives have no estimate.
+    """
     cycles = 0
     for _, times, instruction in program.executed(in_fusions=False):
         match = CYCLES.search(instruction.arguments)
         if match:
             cycles += times * int(match[1])
-    figures |= {
-        "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
-        "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
-        "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
-    }
-    return figures
+    return cycles / GHZ[machine[:3]] / 1e6
 
 
 def environment(folder: pathlib.Path, python: str) -> str:

@@ -50,7 +50,7 @@ class MovingAverage(Mixer):
         self.decay = param(rngs, (D,), ("mlp",), constant(logit), dtype=init.weight_dtype)
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and no losses."""
+        """Returns the output [B, T, D], and no scalars."""
         y_BTD, _ = self.prefill(x_BTD, context)
         return y_BTD, {}
 

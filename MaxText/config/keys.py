@@ -44,7 +44,6 @@ from pydantic import (
     GetCoreSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +55,7 @@ class Unequal:
 
     ne: int
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> Any:
         """Adds this check to those of the annotated type; called by pydantic."""
         return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 

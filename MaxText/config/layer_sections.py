@@ -104,6 +104,9 @@ class BlockConfig(Section):
     mixer: Annotated[str, Name("mixer")] = key("attention")
     """Token mixer of a layer, by the name of a registered part. attention_types and layer_kinds set
     it per layer."""
+    parallel_mixer: Annotated[str, Name("mixer")] = key("none")
+    """A second mixer, without softmax, beside attention in the same layer: both read one norm, and
+    their outputs are added (Falcon-H1: mamba2)."""
     layer_pattern: str = key("")
     """One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and a
     suffix ("DD(EE*)D"). Empty: all layers are alike."""
@@ -161,7 +164,8 @@ SOFTMAX_MIXERS = ("attention", "local_attention", "latent_attention")
 ATTENTION_MIXERS = ("attention", "local_attention", "linear_attention")
 # Those with a state that the delta rule changes.
 DELTA_MIXERS = ("gated_delta_net", "kda")
-RECURRENT_MIXERS = DELTA_MIXERS
+# Those with keys of RecurrentConfig.
+RECURRENT_MIXERS = (*DELTA_MIXERS, "mamba2")
 
 _ROTARY = {"position_embedding": "rotary"}
 _SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn", "longrope"]}
@@ -236,6 +240,7 @@ class PositionConfig(Section):
     bfloat16, MUDDPythia with float16."""
 
 
+_PARALLEL_MIXER = {"parallel_mixer": OtherThan(("none",))}
 _BLOCKED = {"attention": ["autoselected", "blocked"]}
 
 
@@ -316,6 +321,10 @@ class AttentionConfig(Section):
     layer's attention (Qiu et al. 2025; Qwen3-Next)."""
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
+    attention_in_multiplier: Positive = key(1.0, only_if=_PARALLEL_MIXER)
+    """Factor of the input of attention beside a parallel_mixer (Falcon-H1)."""
+    attention_out_multiplier: Positive = key(1.0, only_if=_PARALLEL_MIXER)
+    """Factor of the output of attention beside a parallel_mixer (Falcon-H1)."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
     """Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24
     alternating layers. local: the last sliding_window_size tokens. linear: constant cost per token
@@ -362,6 +371,52 @@ class KimiDeltaAttentionConfig(Section):
     linear_key_head_dim (Kimi Linear); 0 is one full matrix each (Ling 3)."""
 
 
+class Mamba2Config(Section):
+    """Layers of Mamba-2 (arXiv 2405.21060), with mixer=mamba2.
+
+    Their heads are not those of attention.
+    """
+
+    mamba_n_heads: CountOrAuto = key(-1)
+    """Heads; -1 is mamba_expand * emb_dim / mamba_d_head."""
+    mamba_d_head: Count = key(64, "Width of a head.")
+    mamba_d_state: Count = key(128)
+    """Width of the state of each channel, which is that of B (keys) and C (queries)."""
+    mamba_n_groups: Count = key(1)
+    """Groups of heads that share B and C, and whose outputs are normalized together."""
+    mamba_d_conv: Count = key(4, unit="tokens")
+    """Tokens that the convolution of x, B and C sees."""
+    mamba_expand: Count = key(2, only_if={"mamba_n_heads": -1})
+    """Width of all heads together, in multiples of emb_dim."""
+    mamba_chunk_size: Count = key(256, unit="tokens")
+    """Tokens that are multiplied with each other; a state goes from chunk to chunk. No effect on
+    the result besides rounding."""
+    mamba_conv_bias: bool = key(True, "Bias of the convolution.")
+    mamba_proj_bias: bool = key(False, "Biases of the projections.")
+    mamba_rms_norm: bool = key(True)
+    """Normalize the gated output, over the heads of a group together; without (Falcon-H1) it is
+    only gated."""
+    mamba_norm_before_gate: bool = key(False, only_if="mamba_rms_norm")
+    """Normalize the output before its gate instead of after it."""
+    time_step_limit: tuple[float, ...] = key(())
+    """Smallest and largest time step; empty: no limits."""
+    time_step_min: Positive = key(0.001)
+    """Smallest time step at the start: dt_bias begins as the inverse softplus of log-uniform
+    numbers from time_step_min to time_step_max."""
+    time_step_max: Positive = key(0.1, "Largest time step at the start.")
+    ssm_in_multiplier: Positive = key(1.0, "Factor of the mixer's input (Falcon-H1).")
+    ssm_out_multiplier: Positive = key(1.0, "Factor of the mixer's output (Falcon-H1).")
+    ssm_multipliers: tuple[float, ...] = key(())
+    """Factors of the projections to z (gate), x, B, C and dt, biases included (Falcon-H1); empty:
+    none."""
+
+    def num_heads(self, emb_dim: int) -> int:
+        """Returns the number of heads in a model of width `emb_dim`."""
+        if self.mamba_n_heads != -1:
+            return self.mamba_n_heads
+        return self.mamba_expand * emb_dim // self.mamba_d_head
+
+
 class RecurrentConfig(Section):
     """Recurrent mixers: layers with a state of fixed size instead of a KV cache.
 
@@ -391,6 +446,7 @@ class RecurrentConfig(Section):
     """Epsilon of the gated norm of outputs; null is normalization_layer_epsilon (OLMo hybrid:
     1e-5)."""
     kda: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()
+    mamba2: Mamba2Config = Mamba2Config()
 
 
 _MLP = {"feed_forward_type": "mlp"}
@@ -400,8 +456,8 @@ class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key("mlp")
-    """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name of a
-    registered part."""
+    """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). none: layers are
+    only mixers (Mamba-2). Or the name of a registered part."""
     mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
     """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
     tanh approximation, gelu_erf the exact one. elish is the paper's, x sigmoid(x) for x > 0;
@@ -411,6 +467,9 @@ class FeedForwardConfig(Section):
     mlp_activations_limit: NonNegative = key(0.0, only_if=_MLP)
     """Clamp what activations read: the first (the gate) from above at this limit, others on both
     sides (gpt-oss: 7); 0 disables."""
+    mlp_multipliers: tuple[float, ...] = key((), only_if=_MLP | {"num_experts": 1})
+    """Factors of an MLP's gate before its activation, and of the MLP's output (Falcon-H1); empty is
+    [1, 1]."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(False, only_if=_MLP)
     """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the
@@ -463,7 +522,12 @@ class MoEConfig(Section):
     num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
     moe_layers: tuple[int, ...] | None = key(None)
-    """Layers with experts, counted from 0; null is all."""
+    """Layers with experts, counted from 0; null is those of the next two keys."""
+    first_num_dense_layers: Natural = key(0, only_if={"moe_layers": None})
+    """Layers without experts before the first one with them (DeepSeek V3: 3)."""
+    interleave_moe_layer_step: Count = key(1, only_if={"moe_layers": None})
+    """Every how many layers one has experts, the last of them (Llama 4: layers 1, 3, 5, ... with
+    2)."""
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(None)
     """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
@@ -475,6 +539,8 @@ class MoEConfig(Section):
     topk_softmax: a softmax over the chosen logits alone (gpt-oss, Granite)."""
     norm_topk_prob: bool | None = key(None, only_if=_SCORES_OF_ALL)
     """Divide a token's gates by their sum; null is whether it has several (num_experts_per_tok)."""
+    apply_router_weight_on_input: bool = key(False)
+    """Multiply the input of an expert by its gate, not the output (Llama 4)."""
     routed_scaling_factor: Positive = key(1.0, "Factor of the gates (DeepSeek V3: 2.5).")
     n_routing_groups: CountOrAuto = key(-1)
     """Groups of consecutive experts; a token's experts are in its topk_routing_group best ones
@@ -508,11 +574,20 @@ class MoEConfig(Section):
     sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     load_balance_choices: Literal["first", "all"] = key("first")
-    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or the mean
-    over all, 1 / num_experts_per_tok of the loss of transformers and DeepSeek."""
+    """Choices of a token that the load balance loss counts: the first (GShard, Switch), or all
+    (DeepSeek's loss of a sequence, 0.0001 in V3; 1 / num_experts_per_tok of transformers' loss)."""
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpertConfig = SecondExpertConfig()
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts, with more than one; layers are counted from 0."""
+        if self.moe_layers is not None:
+            return layer in self.moe_layers
+        return (
+            layer >= self.first_num_dense_layers
+            and (layer + 1) % self.interleave_moe_layer_step == 0
+        )
 
     def width(self, mlp_dim: int) -> int:
         """Returns the hidden width F of an expert, where a dense MLP has `mlp_dim`."""

@@ -45,6 +45,10 @@ class _File:
         """Returns an integer; InvalidValueError if it is none."""
         return values.convert(self._values.get(name, default), int)
 
+    def has(self, name: str) -> bool:
+        """Returns whether the file has a key."""
+        return name in self._values
+
     def switch(self, name: str, default: bool) -> bool:
         """Returns a boolean; InvalidValueError if it is none."""
         return values.convert(self._values.get(name, default), bool)
@@ -94,7 +98,7 @@ def _gemma3(file: _File) -> BlockKeys:
 def _gemma4(file: _File) -> BlockKeys:
     """As Gemma 3, with heads and rotary fractions of their own in layers without a window."""
     if file.count("num_experts", 1) > 1:
-        return BlockKeys({"decoder_block": "gemma4_moe"}, ("decoder_block",))  # which is refused
+        return _refused("gemma4_moe")
     base = file.number("rope_max_timescale", 10_000)
     local = {"rope_max_timescale": file.number("local_rope_max_timescale", base)}
     head_dim = file.count("head_dim", 128)
@@ -131,18 +135,108 @@ def _olmo3(file: _File) -> BlockKeys:
         "layer_pattern": _cycled(cycle, file.count("base_num_decoder_layers", 16)),
         "layer_kinds": _kinds(),
     }
-    if file.text("rope_type") == "yarn" and not file.switch("rope_attention_scaling", False):
-        settings["rope_attention_factor"] = 1.0
-    return BlockKeys(settings, ("inhomogeneous_layer_cycle_interval", "rope_attention_scaling"))
+    read = ("inhomogeneous_layer_cycle_interval", "rope_attention_scaling")
+    return BlockKeys(settings | _yarn_factor(file), read)
+
+
+def _yarn_factor(file: _File) -> dict[str, Any]:
+    """Returns the factor of sines and cosines, which rope_attention_scaling turns on."""
+    is_off = not file.switch("rope_attention_scaling", False)
+    return {"rope_attention_factor": 1.0} if file.text("rope_type") == "yarn" and is_off else {}
+
+
+def _refused(block: str) -> BlockKeys:
+    """Returns the keys of a model that is not here, by a name in absent_blocks."""
+    return BlockKeys({"decoder_block": block}, ("decoder_block",))
+
+
+def _deepseek(file: _File) -> BlockKeys:
+    """V2 and V3, which the scores of experts tell apart; in MaxText groups are off by default.
+
+    Adjacent dimensions of the rotary slice pair in MaxText. Halves are the same model with other
+    initial weights.
+    """
+    if file.has("use_indexer") or file.has("mhc_expansion_rate"):
+        return _refused("deepseek_sparse")
+    if file.has("mesh_axes"):
+        return _refused("deepseek_mesh")
+    is_v3 = file.text("routed_score_func") == "sigmoid"
+    settings: dict[str, Any] = {"decoder_block": "deepseek_v3" if is_v3 else "deepseek_v2"}
+    settings["n_routing_groups"] = file.count("n_routing_groups", -1)
+    return BlockKeys(
+        settings | _yarn_factor(file),
+        ("decoder_block", "n_routing_groups", "rope_interleave", "rope_attention_scaling"),
+    )
+
+
+def _gpt_oss(file: _File) -> BlockKeys:
+    """A layer with a window, then one without; biases and activations have other names there."""
+    settings: dict[str, Any] = {
+        "layer_pattern": _cycled("LG", file.count("base_num_decoder_layers", 16)),
+        "layer_kinds": _kinds(),
+        "qkv_bias": file.switch("attention_bias", False),
+        "proj_bias": file.switch("attention_bias", False),
+        "router_bias": file.switch("routed_bias", False),
+        "expert_bias": file.switch("mlp_bias", False),
+    }
+    read = [
+        "inhomogeneous_layer_cycle_interval",
+        "attention_bias",
+        "routed_bias",
+        "mlp_bias",
+        "rope_attention_scaling",
+    ]
+    if file.text("mlp_activations") == str(["sigmoid", "linear"]):  # of x in x sigmoid(1.702 x)
+        settings["mlp_activations"] = ("quick_gelu", "linear_plus_one")
+        read.append("mlp_activations")
+    return BlockKeys(settings | _yarn_factor(file), tuple(read))
+
+
+def _qwen3_next(file: _File) -> BlockKeys:
+    """Three layers of gated DeltaNet, then one of attention."""
+    interval = file.count("inhomogeneous_layer_cycle_interval", 4)
+    settings = {
+        "layer_pattern": _cycled(
+            "D" * (interval - 1) + "G", file.count("base_num_decoder_layers", 16)
+        ),
+        "layer_kinds": {"D": {"mixer": "gated_delta_net"}, "G": {"mixer": "attention"}},
+    }
+    return BlockKeys(settings, ("inhomogeneous_layer_cycle_interval",))
+
+
+# What MaxText's files of Qwen3.5 say of images, and of positions of their rows and columns.
+_OF_IMAGES = (
+    "vision_encoder_block",
+    "image_size_for_vit",
+    "hidden_size_for_vit",
+    "intermediate_size_for_vit",
+    "num_attention_heads_for_vit",
+    "num_hidden_layers_for_vit",
+    "num_channels_for_vit",
+    "patch_size_for_vit",
+    "temporal_patch_size_for_vit",
+    "spatial_merge_size_for_vit",
+    "out_hidden_size_for_vit",
+    "num_position_embeddings_for_vit",
+    "deepstack_visual_indexes_for_vit",
+    "rope_theta_for_vit",
+    "use_mrope",
+    "mrope_section",
+)
+
+
+def _qwen3_5(file: _File) -> BlockKeys:
+    """The text model of Qwen3.5 with experts; a text has the same positions in MaxText."""
+    if file.has("weight_block_size"):
+        return _refused("qwen3_5_fp8")
+    settings, read = _qwen3_next(file)
+    return BlockKeys(
+        {"decoder_block": "qwen3_5_moe", **settings}, ("decoder_block", *read, *_OF_IMAGES)
+    )
 
 
 def _qwen2(file: _File) -> BlockKeys:
     return BlockKeys({"qkv_bias": file.switch("attention_bias", False)}, ("attention_bias",))
-
-
-def _mixtral(file: _File) -> BlockKeys:
-    width = file.count("base_moe_mlp_dim", file.count("base_mlp_dim", 7168))
-    return BlockKeys({"moe_mlp_dim": width}, ("base_moe_mlp_dim",))
 
 
 def _gpt3(file: _File) -> BlockKeys:
@@ -153,13 +247,16 @@ def _gpt3(file: _File) -> BlockKeys:
 
 # decoder_block -> (a key that only MaxText's files of this block have, its translation).
 _BLOCKS: dict[str, tuple[str, Callable[[_File], BlockKeys]]] = {
+    "deepseek": ("decoder_block", _deepseek),
     "gemma2": ("use_post_attn_norm", _gemma2),
     "gemma3": ("use_post_attn_norm", _gemma3),
     "gemma4": ("use_post_attn_norm", _gemma4),
     "gpt3": ("trainable_position_size", _gpt3),
-    "mixtral": ("base_moe_mlp_dim", _mixtral),
+    "gpt_oss": ("inhomogeneous_layer_cycle_interval", _gpt_oss),
     "olmo3": ("inhomogeneous_layer_cycle_interval", _olmo3),
     "qwen2": ("attention_bias", _qwen2),
+    "qwen3_5": ("inhomogeneous_layer_cycle_interval", _qwen3_5),
+    "qwen3_next": ("inhomogeneous_layer_cycle_interval", _qwen3_next),
 }
 
 

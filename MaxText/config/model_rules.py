@@ -13,6 +13,7 @@ from MaxText.config.layer_sections import (
     SOFTMAX_MIXERS,
     KimiDeltaAttentionConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     MoEConfig,
     NotElementwise,
     RecurrentConfig,
@@ -95,7 +96,9 @@ def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
         return None
     low = getattr(position, low_key)
     high = getattr(position, high_key)
-    if position.position_embedding != "rotary" or low < high:
+    # With yarn both may turn equally often (Kimi K2): its transition is then one pair wide.
+    is_transition = low < high or (low == high and position.rope_type == "yarn")
+    if position.position_embedding != "rotary" or is_transition:
         return None
     return ConfigIssue(
         message=f"{low_key}={low:g} must be below {high_key}={high:g}: "
@@ -360,7 +363,7 @@ def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
             registered = registration(kind, name)
             if registered.checks_itself and (issue := _part_issue(registered, base_class, layer)):
                 return issue
-    registered = registration("objective", config.model.objective.loss_type)
+    registered = registration("objective", config.model.objective.name)
     if not registered.checks_itself:
         return None
     if not isinstance(registered.load(), type):
@@ -422,6 +425,35 @@ def _part_issue(
     return None
 
 
+@rule("mtp_num_layers", "loss_type", "causal", "hidden_size_per_layer_input")
+def _further_tokens_can_be_predicted(config: Config) -> ConfigIssue | None:
+    objective = config.model.objective
+    if objective.name != "multi_token_prediction":
+        return None
+    if objective.mtp_num_layers == 0:
+        return ConfigIssue(
+            message="loss_type=multi_token_prediction predicts mtp_num_layers=0 further tokens",
+            remedies=("mtp_num_layers=1", "loss_type=cross_entropy"),
+            keys=("loss_type", "mtp_num_layers"),
+        )
+    if not config.model.attention.causal:
+        return ConfigIssue(
+            message=f"mtp_num_layers={objective.mtp_num_layers} predicts tokens that "
+            "causal=false lets each position attend to",
+            remedies=("causal=true", "mtp_num_layers=0"),
+            keys=("mtp_num_layers", "causal"),
+        )
+    width = config.model.embedding.hidden_size_per_layer_input
+    if width > 0:
+        return ConfigIssue(
+            message=f"mtp_num_layers={objective.mtp_num_layers} adds layers, and "
+            f"hidden_size_per_layer_input={width} has embeddings only for those of the model",
+            remedies=("hidden_size_per_layer_input=0", "mtp_num_layers=0"),
+            keys=("mtp_num_layers", "hidden_size_per_layer_input"),
+        )
+    return None
+
+
 @rule("connection_type", "dense_conn")
 def _dense_connections_are_chosen_once(config: Config) -> ConfigIssue | None:
     connection_type = config.model.block.connection_type
@@ -441,7 +473,7 @@ def _dense_connections_are_chosen_once(config: Config) -> ConfigIssue | None:
 
 @rule("mixer", programs=("decode",))
 def _mixers_decode(config: Config) -> ConfigIssue | None:
-    for name in dict.fromkeys(config.model.mixers):
+    for name in sorted(config.model.all_mixers):
         registered = registration("mixer", name)
         if registered.checks_itself and not registered.load().decodes():
             return ConfigIssue(
@@ -484,9 +516,13 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "attention_sinks": SOFTMAX_MIXERS,
     "attention_output_gate": (*ATTENTION_MIXERS, "latent_attention"),
     **dict.fromkeys(LatentAttentionConfig.model_fields, ("latent_attention",)),
-    **dict.fromkeys((name for name in RecurrentConfig.model_fields if name != "kda"), DELTA_MIXERS),
+    **dict.fromkeys(
+        (name for name in RecurrentConfig.model_fields if name not in ("kda", "mamba2")),
+        DELTA_MIXERS,
+    ),
     "linear_num_key_heads": ("gated_delta_net",),
     **dict.fromkeys(KimiDeltaAttentionConfig.model_fields, ("kda",)),
+    **dict.fromkeys(Mamba2Config.model_fields, ("mamba2",)),
 }
 
 
@@ -497,7 +533,7 @@ _READ_BY_SOFTMAX = ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     sections = (config.model.attention, config.model.recurrent)
-    mixers = set(config.model.mixers)
+    mixers = config.model.all_mixers
     with_bases = mixers.union(*map(_base_mixers, mixers))
     with_softmax = {name for name in mixers if not _replaces_softmax(name)}
     softmax_with_bases = with_softmax.union(*map(_base_mixers, with_softmax))
@@ -523,7 +559,7 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
 @rule("mixer", "causal", "dense_conn", "dense_streams")
 def _recurrent_mixers_go_from_token_to_token(config: Config) -> ConfigIssue | None:
     model = config.model
-    recurrent = [name for name in model.mixers if name in RECURRENT_MIXERS]
+    recurrent = sorted(model.all_mixers.intersection(RECURRENT_MIXERS))
     if not recurrent:
         return None
     if not model.attention.causal:
@@ -550,6 +586,117 @@ def _keys_serve_the_same_number_of_values(config: Config) -> ConfigIssue | None:
                 message=f"linear_num_value_heads={keys.linear_num_value_heads} is not a multiple "
                 f"of linear_num_key_heads={keys.linear_num_key_heads}",
                 keys=("linear_num_value_heads", "linear_num_key_heads"),
+            )
+    return None
+
+
+@rule("time_step_limit", "time_step_min", "time_step_max")
+def _time_steps_are_ordered(config: Config) -> ConfigIssue | None:
+    keys = config.model.recurrent.mamba2
+    limits = keys.time_step_limit
+    if limits and (len(limits) != 2 or not 0 <= limits[0] < limits[1]):
+        return ConfigIssue(
+            message="time_step_limit: the smallest and the largest time step, or an empty list",
+            keys=("time_step_limit",),
+        )
+    if keys.time_step_min > keys.time_step_max:
+        return ConfigIssue(
+            message=f"time_step_min={keys.time_step_min:g} is more than "
+            f"time_step_max={keys.time_step_max:g}",
+            keys=("time_step_min", "time_step_max"),
+        )
+    return None
+
+
+@rule("ssm_multipliers", "mlp_multipliers")
+def _multipliers_are_complete(config: Config) -> ConfigIssue | None:
+    lists = (
+        ("ssm_multipliers", config.model.recurrent.mamba2.ssm_multipliers, "z, x, B, C and dt"),
+        ("mlp_multipliers", config.model.feed_forward.mlp_multipliers, "the gate and the output"),
+    )
+    for name, factors, places in lists:
+        num_places = places.count(",") + 2
+        if factors and len(factors) != num_places:
+            return ConfigIssue(
+                message=f"{name}: a factor for each of {places} is needed, and {len(factors)} are "
+                "given",
+                keys=(name,),
+            )
+    return None
+
+
+# The following go through the layers with their own keys. They name no key that layer_kinds gives a
+# letter, and so are not checked once more with its keys in place of the model's.
+
+
+@rule("layer_pattern", "base_emb_dim")
+def _mamba2_has_whole_groups_of_heads(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        if "mamba2" not in (block.mixer, block.parallel_mixer):
+            continue
+        keys = layer.config.recurrent.mamba2
+        num_heads = keys.num_heads(layer.dimensions.emb_dim)
+        width = keys.mamba_expand * layer.dimensions.emb_dim
+        if keys.mamba_n_heads == -1 and width % keys.mamba_d_head:
+            return ConfigIssue(
+                message="mamba_n_heads=-1 is mamba_expand * emb_dim / mamba_d_head, but "
+                f"{width} / {keys.mamba_d_head} is not an integer",
+                keys=("mamba_n_heads", "mamba_d_head"),
+            )
+        if num_heads % keys.mamba_n_groups:
+            return ConfigIssue(
+                message=f"mamba_n_groups={keys.mamba_n_groups} does not divide the {num_heads} "
+                "heads of mixer=mamba2",
+                keys=("mamba_n_groups", "mamba_n_heads"),
+            )
+    return None
+
+
+@rule("layer_pattern", "dense_conn")
+def _mixers_can_be_parallel(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        beside = f"parallel_mixer={block.parallel_mixer}"
+        if block.parallel_mixer == "none":
+            continue
+        of_attention = {*ATTENTION_MIXERS, *SOFTMAX_MIXERS}
+        if of_attention.isdisjoint({block.mixer, *_base_mixers(block.mixer)}):
+            return ConfigIssue(
+                message=f"{beside} is beside attention, and a layer has mixer={block.mixer}",
+                keys=("parallel_mixer", "mixer"),
+            )
+        second = {block.parallel_mixer, *_base_mixers(block.parallel_mixer)}
+        if not second.isdisjoint(SOFTMAX_MIXERS):
+            return ConfigIssue(
+                message=f"{beside}: the second mixer is one without softmax, such as mamba2",
+                keys=("parallel_mixer",),
+            )
+        if layer.config.dense_connections.mixes_attention_inputs:
+            return ConfigIssue(
+                message=f"{beside} has one input, and dense_conn=true makes several",
+                remedies=("dense_streams=[r]",),
+                keys=("parallel_mixer", "dense_streams"),
+            )
+    return None
+
+
+@rule("layer_pattern", "attention_types")
+def _layers_have_a_part(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        block = layer.config.block
+        if layer.config.feed_forward.feed_forward_type != "none":
+            continue
+        if block.mixer == "none":
+            return ConfigIssue(
+                message="a layer has mixer=none and feed_forward_type=none, and so no part",
+                keys=("feed_forward_type", "mixer"),
+            )
+        if block.use_macaron:
+            return ConfigIssue(
+                message="use_macaron=true halves feed-forwards, and feed_forward_type=none has "
+                "none",
+                keys=("use_macaron", "feed_forward_type"),
             )
     return None
 
@@ -792,6 +939,8 @@ def _macaron_is_an_mlp(config: Config) -> ConfigIssue | None:
     "dynamic_mlp_dim",
     "attention_types",
     "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
     "dense_first_layer_norms",
 )
 def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
@@ -813,8 +962,8 @@ def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
     elif len({layer.dimensions for layer in model.layers}) > 1:
         reason = "layer_kinds gives layers different sizes"
     elif len(num_experts) > 1:
-        reason = "moe_layers gives some layers experts and others none"
-        other_key = "moe_layers"
+        other_key = _key_of_expert_layers(model.mixture_of_experts)
+        reason = f"{other_key} gives some layers experts and others none"
     elif dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
         reason = "dense_first_layer_norms=one gives layer 1 fewer norms"
         other_key = "dense_first_layer_norms"
@@ -823,6 +972,15 @@ def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
     return ConfigIssue(
         message=f"share_layer_params=true: {reason}",
         keys=("share_layer_params", other_key) if other_key else ("share_layer_params",),
+    )
+
+
+def _key_of_expert_layers(experts: MoEConfig) -> str:
+    """Returns the key that says which layers have experts."""
+    if experts.moe_layers is not None:
+        return "moe_layers"
+    return (
+        "first_num_dense_layers" if experts.first_num_dense_layers else "interleave_moe_layer_step"
     )
 
 
@@ -944,6 +1102,15 @@ def _expert_layers_issue(config: Config) -> ConfigIssue | None:
             message="moe_layers: the list is empty, so no layer has experts",
             remedies=("num_experts=1",),
             keys=("moe_layers", "num_experts"),
+        )
+    num_layers = config.model.shape.dimensions.num_layers
+    if not any(map(experts.has_experts, range(num_layers))):
+        return ConfigIssue(
+            message=f"first_num_dense_layers={experts.first_num_dense_layers} and "
+            f"interleave_moe_layer_step={experts.interleave_moe_layer_step} leave none of the "
+            f"{num_layers} layers with experts",
+            remedies=("num_experts=1",),
+            keys=("first_num_dense_layers", "interleave_moe_layer_step", "num_experts"),
         )
     if experts.moe_activations is None:
         for name in set(feed_forward.mlp_activations) & set(get_args(NotElementwise)):

@@ -60,6 +60,11 @@ class Config(Section):
     monitoring: training_sections.MonitoringConfig = training_sections.MonitoringConfig()
     guard: training_sections.GuardConfig = training_sections.GuardConfig()
 
+    @property
+    def counts_correct(self) -> bool:
+        """Whether evaluation counts targets that are the argmax: masked tokens, probes."""
+        return self.masking.mlm_training or self.data.dataset_type == "probe"
+
 
 @dataclasses.dataclass(frozen=True)
 class Key:
@@ -330,6 +335,8 @@ _OF_ALL_LAYERS = (
     "layer_kinds",
     "attention_types",
     "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
     "dynamic_mlp_dim",
     "mlp_dim_multiple",
     # what is done to embeddings

@@ -69,13 +69,13 @@ class _Patterns:
 
     @functools.cached_property
     def _letters(self) -> str:
-        """Letters of all dimensions of the tensor, such as "NJHD"."""
-        return "".join(self._groups)
+        """Letters of all dimensions of the tensor but those of size 1, such as "NJHD"."""
+        return "".join(self._groups).replace(_UNIT, "")
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """Indices of J, the parameter's letters and U among the letters of the tensor."""
-        letters = "J" + self.param_axes.replace(" ", "") + _UNIT
+        """Indices of J and the parameter's letters among the letters of the tensor."""
+        letters = "J" + self.param_axes.replace(" ", "")
         axes = [letter for letter in letters if letter in self._letters]
         return [self._letters.index(letter) for letter in axes]
 
@@ -94,15 +94,11 @@ class _Patterns:
         sizes = self._sizes(shape)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
-        if _UNIT in self._letters:
-            moved = moved[..., 0]
         return list(moved) if "J" in self._letters else [moved]
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Joins parameters into the tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
-        if _UNIT in self._letters:
-            moved = moved[..., None]
         spread = moved.transpose(np.argsort(self._order))
         return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape)))
 
@@ -138,6 +134,9 @@ class WeightMapping:
     # A further parameter, which the model must have, or must not have, for the row to apply.
     only_with: str = ""
     only_without: str = ""
+    # Whether parameters of different shapes are concatenated for each group of heads by itself
+    # (linear_num_key_heads): first all of group 0, then all of group 1.
+    is_grouped: bool = False
 
     @property
     def param_names(self) -> tuple[str, ...]:
@@ -177,7 +176,11 @@ class WeightMapping:
         return (first[0] + sum(other[0] for other in others), *first[1:])
 
     def split(
-        self, tensor: np.ndarray, shapes: Sequence[Sequence[int]], rotary_dims: int = 0
+        self,
+        tensor: np.ndarray,
+        shapes: Sequence[Sequence[int]],
+        rotary_dims: int = 0,
+        num_groups: int = 1,
     ) -> list[np.ndarray]:
         """Splits a Hugging Face tensor into parameters.
 
@@ -186,6 +189,7 @@ class WeightMapping:
           shapes: Of the parameters, in their order.
           rotary_dims: R, the dimensions of a head that are rotated; only rows with a rotary_order
             of their own need it.
+          num_groups: Groups of heads of a grouped row.
 
         Returns:
           The parameters in their order, as views where the order allows it.
@@ -196,7 +200,11 @@ class WeightMapping:
                 layout.hf_shape(shape)[0]
                 for layout, shape in zip(self._patterns, shapes, strict=False)
             ]
-            parts = np.split(tensor, np.cumsum(lengths)[:-1])
+            grouped = tensor.reshape(num_groups, -1, *tensor.shape[1:])
+            ends = np.cumsum(lengths) // num_groups
+            parts = [
+                part.reshape(-1, *tensor.shape[1:]) for part in np.split(grouped, ends[:-1], axis=1)
+            ]
         arrays = [
             array
             for layout, part, shape in zip(self._patterns, parts, shapes, strict=False)
@@ -204,13 +212,19 @@ class WeightMapping:
         ]
         return [self._reordered(array, _to_halves, rotary_dims) for array in arrays]
 
-    def join(self, arrays: Sequence[np.ndarray], rotary_dims: int = 0) -> np.ndarray:
+    def join(
+        self, arrays: Sequence[np.ndarray], rotary_dims: int = 0, num_groups: int = 1
+    ) -> np.ndarray:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
         arrays = [self._reordered(array, _from_halves, rotary_dims) for array in arrays]
         if len(self._patterns) == 1:
             return self._patterns[0].join(arrays)
-        joined = zip(self._patterns, arrays, strict=True)
-        return np.concatenate([layout.join([array]) for layout, array in joined])
+        joined = [
+            layout.join([array]) for layout, array in zip(self._patterns, arrays, strict=True)
+        ]
+        in_row = joined[0].shape[1:]
+        grouped = [part.reshape(num_groups, -1, *in_row) for part in joined]
+        return np.concatenate(grouped, axis=1).reshape(-1, *in_row)
 
     def _reordered(
         self,
@@ -490,6 +504,25 @@ def divided_by(name: str, divisor: str) -> Computed:
     return lambda config: config[name] // config[divisor]
 
 
+# First part of the names of parameters in rows of PredictionLayers.
+DEPTH = "depth"
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionLayers:
+    """Tensors of multi-token prediction, which has a further layer for each depth.
+
+    {layer} is the number of that layer: those of the model come before.
+    """
+
+    in_layer: str  # prefix of the tensors of its block, in place of Family.in_layer
+    # Rows of what a depth has besides its block. Parameters begin with `depth/`.
+    rows: Rows
+    # Tensors that repeat another one, with its parameter: of a tied head, that of the token table.
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    most: int | None = None  # depths that the format has names for; None for any number
+
+
 ConfigChange = Callable[[JsonObject], JsonObject]
 
 
@@ -513,6 +546,7 @@ class Family:
     # Prefixes of tensors of parts that are not read; an import names them. They may have
     # {num_layers}, as in the names of rows.
     skipped: tuple[str, ...] = ()
+    prediction: PredictionLayers | None = None  # None: no names for multi-token prediction
     # Scalar tensors, by name, that hold numbers of the architecture: no parameters here.
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_transformers: bool = True  # whether transformers has the class
@@ -528,6 +562,7 @@ class Family:
     write_config: ConfigChange = _unchanged
     # model_type of multimodal models whose text part is such a model; only read
     wrappers: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()  # of the same model outside transformers; only read
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
@@ -585,6 +620,7 @@ _SECTIONS = (
     "block",
     "position",
     "attention",
+    "recurrent",
     "feed_forward",
     "pattention",
     "dense_connections",
@@ -602,6 +638,10 @@ _WITHOUT_EFFECT = (
     "gpt_neo_none_attention_bug",
     "linear_attention.chunk",
     "linear_attention.epsilon",
+    "linear_chunk_size",
+    "mamba_chunk_size",
+    "time_step_min",
+    "time_step_max",
     "qkv_slot_num",
     "sliding_window_size",
     "capacity_factor",

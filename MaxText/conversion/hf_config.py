@@ -74,6 +74,9 @@ def lookup_family(config: HFConfig) -> Family | None:
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
+    for family in FAMILIES.values():
+        if model_type in family.other_model_types:
+            return family
     # Classes outside transformers may have any model_type, or none.
     own_classes = (family for family in FAMILIES.values() if not family.in_transformers)
     return next((family for family in own_classes if architectures == [family.architecture]), None)
@@ -583,6 +586,10 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     experts = model.mixture_of_experts
     mlp_activations = model.feed_forward.mlp_activations
     has_experts = all(layer.config.mixture_of_experts.num_experts > 1 for layer in model.layers)
+    if model.feed_forward.feed_forward_type == "none":
+        values["num_experts"] = 1
+    if "mamba2" in model.all_mixers:
+        values["mamba_n_heads"] = model.recurrent.mamba2.num_heads(dimensions.emb_dim)
     values["norm_topk_prob"] = experts.normalizes_gates
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.

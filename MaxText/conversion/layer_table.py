@@ -12,11 +12,22 @@ from MaxText.config.schema import all_keys
 
 GLOBAL = "full_attention"
 LOCAL = "sliding_attention"
+LINEAR = "linear_attention"
 _LAYER_TYPES = "layer_types"
 # Keys of ours: sizes that can differ by kind, and one that global layers do not read.
 _SIZES = ("base_num_kv_heads", "head_dim")
 _WINDOW = "sliding_window_size"
 NUM_EXPERTS = "num_experts"
+# Keys that say which layers are of a kind.
+_BY_LAYER = {
+    "layer_pattern",
+    "layer_kinds",
+    "attention_types",
+    "moe_layers",
+    "first_num_dense_layers",
+    "interleave_moe_layer_step",
+}
+_MAX_PREFIX = 64  # layers before a cycle, and of it
 _UNSET = object()
 
 
@@ -67,8 +78,7 @@ class LayerTable:
     @property
     def keys(self) -> set[str]:
         """Keys of ours that the table determines."""
-        by_layer = {"layer_pattern", "layer_kinds", "attention_types", "moe_layers"}
-        return by_layer.union(*(kind.keys for kind in self.kinds))
+        return _BY_LAYER.union(*(kind.keys for kind in self.kinds))
 
     def kind_of(self, values: Mapping[str, Any]) -> LayerKind | None:
         """Returns the kind of a layer with these values of our keys; None if it has none."""
@@ -137,16 +147,36 @@ def _is_shared(name: str, keys_of_kinds: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def shortest_pattern(letters: str) -> str:
-    """Returns a layer_pattern for the letters of all layers: a cycle, and letters left over.
+    """Returns a layer_pattern for the letters of all layers: a prefix, a cycle, and letters left.
 
-    "LLGLLGLL" becomes "(LLG)LL".
+    "LLGLLGLL" becomes "(LLG)LL", "DDDEEEEE" "DDD(E)".
     """
-    for length in range(1, len(letters) + 1):
+    shortest = _cycled(letters, range(1, len(letters) + 1))
+    for num_first in range(1, min(_MAX_PREFIX, len(letters))):
+        prefix, remaining = letters[:num_first], letters[num_first:]
+        cycled = _cycled(remaining, range(1, _MAX_PREFIX))
+        pattern = prefix + (cycled if "(" in cycled else f"({cycled})")
+        if cycled and _num_letters(pattern) < _num_letters(shortest):
+            shortest = pattern
+    return shortest
+
+
+def _num_letters(pattern: str) -> int:
+    return len(pattern) - 2 * pattern.count("(")
+
+
+def _cycled(letters: str, lengths: Iterable[int]) -> str:
+    """Returns the pattern of letters that repeat a cycle and may end within it; "" if none fits.
+
+    Args:
+      lengths: Of cycles to try.
+    """
+    for length in lengths:
         cycle = letters[:length]
         repeats, num_left_over = divmod(len(letters), length)
         if cycle * repeats + cycle[:num_left_over] == letters:
             return f"({cycle}){cycle[:num_left_over]}" if num_left_over else cycle
-    return letters
+    return ""
 
 
 def read_list(layers: Layers, key: str, default: Iterable[Any] | None) -> list[Any]:
@@ -163,27 +193,33 @@ def read_list(layers: Layers, key: str, default: Iterable[Any] | None) -> list[A
     return listed
 
 
-def read_layer_types(layers: Layers, default: Iterable[str]) -> list[str]:
+def read_layer_types(layers: Layers, default: Iterable[str], others: str = LOCAL) -> list[str]:
     """Returns `layer_types`, or the default of the family.
 
+    Args:
+      layers: Of config.json.
+      default: The type of each layer of a config.json without the list.
+      others: The type of layers that are not global.
+
     Raises:
-      LayerTableError: It has other types than local and global attention.
+      LayerTableError: It has other types than these two.
     """
     types = read_list(layers, _LAYER_TYPES, default)
-    unknown = sorted({str(kind) for kind in types} - {GLOBAL, LOCAL})
+    unknown = sorted({str(kind) for kind in types} - {GLOBAL, others})
     if unknown:
         raise LayerTableError(
-            f"{_LAYER_TYPES}: only {GLOBAL} and {LOCAL} can be imported, not {', '.join(unknown)}"
+            f"{_LAYER_TYPES}: only {GLOBAL} and {others} can be imported, not {', '.join(unknown)}"
         )
     return types
 
 
-def every_nth_global(key: str, default: int) -> Callable[[Layers], list[str]]:
+def every_nth_global(key: str, default: int, others: str = LOCAL) -> Callable[[Layers], list[str]]:
     """Returns a reader for families whose older files have the distance between global layers.
 
     Args:
       key: The key with that distance.
       default: Its default.
+      others: The type of the other layers.
     """
 
     def read(layers: Layers) -> list[str]:
@@ -192,9 +228,9 @@ def every_nth_global(key: str, default: int) -> Callable[[Layers], list[str]]:
         if layers.config.get(_LAYER_TYPES) is None and (type(distance) is not int or distance < 1):
             raise LayerTableError(f"{key}={distance} is not a number of layers")
         alternating = (
-            GLOBAL if (index + 1) % distance == 0 else LOCAL for index in range(layers.count)
+            GLOBAL if (index + 1) % distance == 0 else others for index in range(layers.count)
         )
-        return read_layer_types(layers, alternating)
+        return read_layer_types(layers, alternating, others)
 
     return read
 

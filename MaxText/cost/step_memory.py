@@ -204,7 +204,7 @@ def _trace(
     def loss(params: Params, batch: Batch, frozen: dict[str, Params]) -> jax.Array:
         key = jax.random.key(0) if config.is_random else None
         sums = loss_sums(model.merge(params), batch, objective, key, training=True, frozen=frozen)
-        return sum(sums.means(loss_totals(model, batch)).values())  # type: ignore[return-value]
+        return sums.minimized(loss_totals(model, batch))
 
     hidden = size[1], config.shape.dimensions.emb_dim  # [..., T, D]
 

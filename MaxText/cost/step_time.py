@@ -145,7 +145,8 @@ def operations(node: Node, splash_keys: float) -> float:
         estimate = node.params.get("cost_estimate")
         name = str(node.params.get("name"))
         if estimate is None and name.startswith("splash_"):
-            return splash_operations(name, node.inputs[2].shape, splash_keys)
+            queries, _, values = (x.shape for x in node.inputs[2:5])
+            return splash_operations(name, queries, values[-1], splash_keys)
         return float(estimate.flops) if estimate is not None else 0.0
     # Each row of a ragged matmul meets one matrix, or the rows of both sides are contracted.
     return 2.0 * math.prod(node.inputs[0].shape) * node.outputs[0].shape[-1]

@@ -153,6 +153,8 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
 
     In bfloat16 JAX would round the number first.
     """
+    if factor == 1.0:
+        return x
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 

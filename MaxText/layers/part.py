@@ -282,6 +282,11 @@ class FeedForward(Part):
         raise NotImplementedError
 
 
+@register("feed_forward", "none")
+class NoFeedForward(FeedForward):
+    """No feed-forward: the layer is only a mixer."""
+
+
 @register("position", "none")
 class Position(Part):
     """A position encoding; the base class encodes nothing."""

@@ -57,7 +57,8 @@ class Statistic:
           weight: Its value, declared with an `update_rule`.
           statistic: Of its shape and dtype: a sum over the tokens of the batch.
         """
-        return cls(_zero(weight, jax.lax.stop_gradient(statistic)))
+        difference = weight - jax.lax.stop_gradient(weight)  # 0, with the gradient of the weight
+        return cls(jnp.sum(difference * jax.lax.stop_gradient(statistic)))
 
 
 Losses = dict[str, jax.Array]  # by name, sums over tokens
@@ -76,23 +77,3 @@ def add_scalars(first: Scalars, second: Scalars) -> Scalars:
             raise UserError(f"a layer returned {name!r} as a loss and as a metric: rename one")
         sums[name] = jax.tree.map(jnp.add, first[name], second[name])
     return first | second | sums
-
-
-@jax.custom_vjp
-def _zero(weight: jax.Array, statistic: jax.Array) -> jax.Array:
-    """Returns 0, whose gradient with respect to the weight is the statistic."""
-    return jnp.zeros((), weight.dtype)
-
-
-def _zero_forward(weight: jax.Array, statistic: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `_zero`, and its residual, the statistic."""
-    return _zero(weight, statistic), statistic
-
-
-def _zero_backward(statistic: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
-    """Returns the gradient with respect to the weight; None for the statistic."""
-    # Idle stages of a pipeline compute something, too. The gradient of what they return is 0.
-    return gradient * statistic, None
-
-
-_zero.defvjp(_zero_forward, _zero_backward)

@@ -23,9 +23,10 @@ _TAKEN = (
 
 
 def is_loss(name: str) -> bool:
-    """Returns whether a metric of a train step is its loss, a part of it, or a loss beside it.
+    """Returns whether a metric of a train step is its loss, a part of it, or a mean beside it.
 
-    These are reported as means since the last report, so that the parts add up to the loss.
+    The latter are metrics of the objective and of layers. All of these are reported as means since
+    the last report, so that the parts add up to the loss.
     """
     return "/" not in name and name not in _NOT_LOSSES and name not in spike_guard.METRICS
 

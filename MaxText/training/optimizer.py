@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -167,8 +167,8 @@ def _of_trained(
     ) -> tuple[optax.Updates, optax.OptState]:
         """Returns updates of all parameters: 0 for frozen ones."""
         new_updates, state = optimizer.update(pick(updates), state, pick(params))
-        gradients: dict[str, Any] = traverse_util.flatten_dict(updates, sep="/")
-        values: dict[str, Any] = traverse_util.flatten_dict(params, sep="/")
+        gradients = cast(dict[str, jax.Array], traverse_util.flatten_dict(updates, sep="/"))
+        values = cast(dict[str, jax.Array], traverse_util.flatten_dict(params, sep="/"))
         flat = {name: jnp.zeros_like(gradient) for name, gradient in gradients.items()}
         flat |= {name: rule(values[name], gradients[name]) for name, rule in rules.items()}
         flat |= traverse_util.flatten_dict(new_updates, sep="/")

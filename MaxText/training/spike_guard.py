@@ -10,16 +10,13 @@ Legend: W `skip_step_interval`, Q watched quantities.
 """
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from MaxText.config.training_sections import GuardConfig
-from MaxText.value_types import PyTree
-
-Tree = TypeVar("Tree")
+from MaxText.value_types import PyTree, Tree
 
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 _LOSS = 0  # index of the loss among them

@@ -7,7 +7,6 @@ that the shardings of state and batch ask for (ShardingPlan in parallelism/mesh.
 Legend: B sequences, T tokens.
 """
 
-import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
 
@@ -34,7 +33,7 @@ from MaxText.training.model_objective import FrozenParams
 from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
 from MaxText.training.optimizer import updated_by_rule
 from MaxText.training.state import TrainState
-from MaxText.value_types import PyTree
+from MaxText.value_types import Tree
 
 Metrics = dict[str, jax.Array]  # scalars by name
 # (state, batch) -> (state, metrics); (state, batch, frozen parameters) for an objective with some.
@@ -119,7 +118,11 @@ def make_train_step(
       log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
     objective = model.config.objective
-    trained = functools.partial(_without, names=updated_by_rule(model.parameters))
+    names_of_untrained = updated_by_rule(model.parameters).keys()
+
+    def trained(tree: Tree) -> Tree:
+        """Returns a tree like the parameters without those that have an update rule."""
+        return _without(tree, names_of_untrained)
 
     def losses_and_gradients(
         params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
@@ -264,13 +267,13 @@ def _accumulated(
     return accumulate
 
 
-def _without(tree: PyTree, names: Collection[str]) -> Params:
+def _without(tree: Tree, names: Collection[str]) -> Tree:
     """Returns a tree like the parameters without those of some names."""
     if not names:
         return tree
-    flat = traverse_util.flatten_dict(tree, sep="/")
+    flat = traverse_util.flatten_dict(cast(Params, tree), sep="/")
     remaining = {name: leaf for name, leaf in flat.items() if name not in names}
-    return traverse_util.unflatten_dict(remaining, sep="/")
+    return cast(Tree, traverse_util.unflatten_dict(remaining, sep="/"))
 
 
 def _add_updates(params: Params, updates: optax.Updates) -> Params:

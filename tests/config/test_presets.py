@@ -262,6 +262,10 @@ def untied(published, *sizes):
     return Size(published, *sizes, is_tied=False)
 
 
+# Totals are those of the safetensors on Hugging Face, by its API (`safetensors.total`), but
+# Llama 2's without 64 rotary frequencies per layer; Gemma 3's from 4B on without the image encoder
+# (416_866_032) and its projection (1152 rows and a norm); those of Qwen3 0.6B and 1.7B without the
+# tied table, stored twice; Granite's are of the base models (the instruct models have 49_159 ids).
 PUBLISHED = {
     "qwen3-0.6b": qwen3(596_049_920, 1024, 16, 8, 3072, 28),
     "qwen3-1.7b": qwen3(1_720_574_976, 2048, 16, 8, 6144, 28),
@@ -303,6 +307,146 @@ def test_a_preset_has_the_parameters_of_the_published_model(name):
     size = PUBLISHED[name]
     assert size.counted == size.published
     assert parameters(load_config(model_name=name)) == size.published
+
+
+class Latent(NamedTuple):
+    """Sizes of latent attention; a query rank of 0 is none."""
+
+    heads: int
+    query_rank: int
+    rank: int = 512
+    plain: int = 128
+    rotary: int = 64
+    value: int = 128
+
+    def counted(self, width: int) -> int:
+        queries = self.heads * (self.plain + self.rotary)
+        into_queries = width * queries
+        if self.query_rank:
+            into_queries = (width + 1 + queries) * self.query_rank
+        keys_and_values = width * (self.rank + self.rotary) + self.rank
+        keys_and_values += self.rank * self.heads * (self.plain + self.value)
+        return into_queries + keys_and_values + self.heads * self.value * width
+
+
+class Heads(NamedTuple):
+    """Sizes of attention with heads, and what of it has further parameters."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    has_norms: bool = False
+    num_biases: int = 0  # of queries, keys, values, output: the first ones
+    has_sinks: bool = False
+
+    def counted(self, width: int) -> int:
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        biases = sum((queries, keys, keys, width)[: self.num_biases])
+        norms = 2 * self.head_dim if self.has_norms else 0
+        sinks = self.heads if self.has_sinks else 0
+        return 2 * width * (queries + keys) + biases + norms + sinks
+
+
+class Mixture(NamedTuple):
+    """Sizes of a published model with experts, as its config.json has them."""
+
+    width: int
+    vocabulary: int
+    attention: Latent | Heads
+    num_dense: int  # layers
+    dense: int  # width of their feed-forward
+    num_sparse: int  # layers
+    experts: int
+    expert: int  # width of one
+    shared: int = 0
+    has_correction_bias: bool = False
+    has_biases: bool = False  # of router and experts
+
+    @property
+    def counted(self) -> int:
+        """The number of parameters, with a head of its own."""
+        layer = self.attention.counted(self.width) + 2 * self.width
+        router = self.experts * (self.width + self.has_correction_bias + self.has_biases)
+        expert = 3 * self.width * self.expert
+        biases = self.experts * (2 * self.expert + self.width) if self.has_biases else 0
+        sparse = router + (self.experts + self.shared) * expert + biases
+        dense = 3 * self.width * self.dense
+        layers = self.num_dense * (layer + dense) + self.num_sparse * (layer + sparse)
+        return 2 * self.vocabulary * self.width + layers + self.width
+
+
+def qwen3_moe(width, heads, kv_heads, layers, experts, expert):
+    attention = Heads(heads, kv_heads, 128, has_norms=True)
+    return Mixture(width, 151_936, attention, 0, 0, layers, experts, expert)
+
+
+def gpt_oss(layers, experts):
+    attention = Heads(64, 8, 64, num_biases=4, has_sinks=True)
+    return Mixture(2880, 201_088, attention, 0, 0, layers, experts, 2880, has_biases=True)
+
+
+def deepseek_v3(heads, num_dense, vocabulary, experts):
+    sizes = (num_dense, 18432, 61 - num_dense, experts, 2048, 1)
+    return Mixture(7168, vocabulary, Latent(heads, 1536), *sizes, has_correction_bias=True)
+
+
+# name -> parameters of the published safetensors, without multi-token prediction; sizes
+WITH_EXPERTS = {
+    "qwen3-30b-a3b": (30_532_122_624, qwen3_moe(2048, 32, 4, 48, 128, 768)),
+    "qwen3-235b-a22b": (235_093_634_560, qwen3_moe(4096, 64, 4, 94, 128, 1536)),
+    "qwen3-480b-a35b": (480_154_875_392, qwen3_moe(6144, 96, 8, 62, 160, 2560)),
+    "deepseek2-16b": (
+        15_706_484_224,
+        Mixture(2048, 102_400, Latent(16, 0), 1, 10944, 26, 64, 1408, 2),
+    ),
+    "deepseek2-236b": (
+        235_741_434_880,
+        Mixture(5120, 102_400, Latent(128, 1536), 1, 12288, 59, 160, 1536, 2),
+    ),
+    "deepseek3-671b": (671_026_419_200, deepseek_v3(128, 3, 129_280, 256)),
+    "kimi-k2-1t": (1_026_408_232_448, deepseek_v3(64, 1, 163_840, 384)),
+    "gpt-oss-20b": (20_914_757_184, gpt_oss(24, 32)),
+    "gpt-oss-120b": (116_829_156_672, gpt_oss(36, 128)),
+    "glm-4.5-air": (
+        106_852_251_264,
+        Mixture(
+            4096,
+            151_552,
+            Heads(96, 8, 128, num_biases=3),
+            1,
+            10944,
+            45,
+            128,
+            1408,
+            1,
+            has_correction_bias=True,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_preset_with_experts_has_the_parameters_of_the_published_model(name):
+    published, sizes = WITH_EXPERTS[name]
+    assert sizes.counted == published
+    assert parameters(load_config(model_name=name)) == published
+
+
+def test_kimi_linear_has_the_parameters_of_the_published_model():
+    """27 layers, of which the first is dense, and every fourth and the last have attention."""
+    width, heads, head, experts = 2304, 32, 128, 256
+    in_heads = heads * head
+    low_rank = width * head + head * in_heads  # of decays, and of gates
+    convolutions = 3 * 4 * in_heads
+    decays = heads + in_heads  # A_log and dt_bias
+    delta = 4 * width * in_heads + 2 * low_rank + width * heads + convolutions + decays + head
+    attention = Latent(heads, 0).counted(width)
+    sparse = experts * (width + 1) + (experts + 1) * 3 * width * 1024
+    norms = (2 * 27 + 1) * width
+    tables = 2 * 163_840 * width
+    counted = 20 * delta + 7 * attention + 3 * width * 9216 + 26 * sparse + norms + tables
+    assert parameters(load_config(model_name="kimi-linear-48b-a3b")) == counted == 49_122_681_728
 
 
 def test_gpt3_has_biases_and_a_table_of_positions():

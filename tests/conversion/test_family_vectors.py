@@ -27,7 +27,7 @@ from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.running import model_in_run, parameters_in_run, run
 from tests.conversion.small_folders import same_bits, write
 from tests.golden.families.make import CASES, GLOBAL, LOCAL
-from tests.layers.test_golden import TRANSFORMERS, close, close_gradients
+from tests.layers.test_golden import DELTA_RULE, TRANSFORMERS, close, close_gradients
 
 # In config.json of transformers, and no part of the model.
 NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "attention_dropout"}
@@ -61,6 +61,10 @@ REWRITTEN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NO_PREDICTION_LAYERS,
     "deepseek_v3-plain": _NO_PREDICTION_LAYERS,
     "glm4_moe": _NO_PREDICTION_LAYERS,
+    # Positions or experts of a model without them, and the place of a norm that is not there.
+    "granitemoehybrid": {"rope_parameters": None},
+    "granitemoehybrid-dense": {"num_experts_per_tok": None, "router_aux_loss_coef": None},
+    "falcon_h1": {"mamba_norm_before_gate": None},
     "phi3": {"original_max_position_embeddings": None},
     "phi3-window": {"original_max_position_embeddings": None},
     "gemma4_text": {"vocab_size_per_layer_input": None},  # of a table that is not there
@@ -93,7 +97,9 @@ def test_numbers_of_transformers(case, tmp_path):
     close(logits, golden.logits, TRANSFORMERS.logits)
     close(loss, golden.loss, TRANSFORMERS.loss)
     wanted = golden.converted(tmp_path / "gradients", golden.gradients)
-    close_gradients(gradients, wanted, TRANSFORMERS.gradients)
+    has_delta_rule = "linear_num_key_heads" in golden.config_json
+    near = DELTA_RULE if has_delta_rule else TRANSFORMERS
+    close_gradients(gradients, wanted, near.gradients)
 
     run(f"from={folder}", f"to=hf:{tmp_path / 'out'}")
     same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
@@ -111,6 +117,7 @@ NARROWER = {
     "seed_oss": "llama",
     "phi3-window": "mistral",
     "phi3-short": "llama",
+    "qwen3_5_moe_text": "qwen3_next",
 }
 
 
@@ -124,7 +131,9 @@ def test_a_model_is_exported_as_the_narrowest_family(case):
 
 
 def older(config_json: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as versions of transformers before 5 wrote it."""
+    """A config.json as versions of transformers before 5, or authors, wrote it."""
+    if "linear_head_dim" in config_json:
+        return published_by_kimi(config_json)
     config = {name: value for name, value in config_json.items() if name != "rope_parameters"}
     parameters = dict(config_json["rope_parameters"])
     if GLOBAL in parameters:
@@ -137,8 +146,31 @@ def older(config_json: dict[str, Any]) -> dict[str, Any]:
     return config | {"rope_scaling": parameters if is_scaled else None}
 
 
-# Each kind of layer has more than older files can say.
-ONLY_NEWER = ("gemma4_text", "gemma4_text-per-layer", "gemma4_text-plain")
+def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with layers counted from 1, and the sizes of KDA in an object."""
+    config = dict(config_json)
+    kinds = [*enumerate(config.pop("layer_types"), 1)]
+    config["first_k_dense_replace"] = config.pop("mlp_layer_types").index("sparse")
+    config["linear_attn_config"] = {
+        "full_attn_layers": [layer for layer, kind in kinds if kind == GLOBAL],
+        "kda_layers": [layer for layer, kind in kinds if kind != GLOBAL],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    return config | {"mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None}
+
+
+# Each kind of layer has more than older files can say, or there are no rotary positions.
+ONLY_NEWER = (
+    "gemma4_text",
+    "gemma4_text-per-layer",
+    "gemma4_text-plain",
+    "olmo_hybrid-nope",
+    "mamba2",
+    "mamba2-tied",
+    "nemotron_h",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ONLY_NEWER])
@@ -182,6 +214,30 @@ def test_an_older_folder_becomes_a_newer_one(case, tmp_path):
     assert not exported.keys() & {"rope_theta", "rope_scaling", "rope_local_base_freq"}
 
 
+@pytest.mark.parametrize(
+    ("case", "older_keys"),
+    [
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*-EME"}),
+        (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "attention", "mamba"],
+                "position_embedding_type": "nope",
+                "mamba_d_head": "auto",
+                "time_step_limit": None,
+            },
+        ),
+        ("falcon_h1-norm", {"mamba_d_ssm": None, "ssm_multipliers": None}),
+        ("mamba2-tied", {"time_step_limit": [0.0, math.inf]}),
+    ],
+)
+def test_state_spaces_as_published(case, older_keys):
+    config_json = of_family_vectors(case).config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json | older_keys, "here", {})
+    assert keys == config_from_hf(family, config_json, "here", {})
+
+
 def test_global_heads_as_published():
     config_json = of_family_vectors("gemma4_text").config_json
     family = resolve_family(config_json, "here")
@@ -213,6 +269,195 @@ def test_a_text_part_that_is_silent_about_its_sizes():
     assert config_from_hf(family, config_json, "here", {})["layer_pattern"] == "(LLLLLG)LL"
 
 
+_YARN_OF_DEEPSEEK = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LATENT_ATTENTION = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 10_000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163_840,
+    "moe_layer_freq": 1,
+    "aux_loss_alpha": 0.001,
+    "seq_aux": True,
+}
+# Preset -> config.json as published, without what no class reads.
+PUBLISHED = {
+    "deepseek2-16b": _LATENT_ATTENTION
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": _YARN_OF_DEEPSEEK | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "vocab_size": 102_400,
+    },
+    "deepseek3-671b": _LATENT_ATTENTION
+    | {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": _YARN_OF_DEEPSEEK | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "vocab_size": 129_280,
+    },
+    "kimi-k2-1t": _LATENT_ATTENTION
+    | {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "rope_theta": 50_000.0,
+        "rope_scaling": _YARN_OF_DEEPSEEK
+        | {"factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "max_position_embeddings": 131_072,
+        "vocab_size": 163_840,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "layer_types": [LOCAL, GLOBAL] * 12,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 201_088,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 1_000_000,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 151_552,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 768,  # 6144, which no layer has
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "vocab_size": 151_936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_model(name):
+    config_json = PUBLISHED[name]
+    family = resolve_family(config_json, "here")
+    imported = load_config(**config_from_hf(family, config_json, "here", {}))
+    preset = load_config(
+        model_name=name,
+        max_target_length=config_json["max_position_embeddings"],
+        # of training alone
+        load_balance_loss_weight=imported.model.mixture_of_experts.load_balance_loss_weight,
+    )
+    assert to_config_json(family, preset) == to_config_json(family, imported)
+    assert find_family(preset, "") is family
+
+
 def test_a_multimodal_folder(tmp_path):
     golden = of_family_vectors("gemma3_text")
     text = {name: value for name, value in golden.config_json.items() if name != "model_type"}
@@ -229,6 +474,67 @@ def test_a_multimodal_folder(tmp_path):
         assert weights.keys == plain.keys
         for name in weights.model.parameters:
             np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_published_files_of_qwen3_5(tmp_path):
+    """A model of text, images, and further tokens; in a text all positions are the same."""
+    golden = of_family_vectors("qwen3_5_text")
+    rotary = {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    text = golden.config_json | {
+        "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "rope_parameters": golden.config_json["rope_parameters"] | rotary,
+    }
+    config_json = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in golden.parameters.items()
+    }
+    others = {name: np.zeros(3, np.float32) for name in ("model.visual.a.weight", "mtp.fc.weight")}
+    weights = HFWeights(write(tmp_path / "all", config_json, tensors | others))
+    notes = " ".join(weights.notes)
+    assert "visual (1 tensors)" in notes
+    assert "mtp" in notes
+    plain = HFWeights(write(tmp_path / "text", golden.config_json, golden.parameters))
+    assert weights.keys == plain.keys
+    for name in weights.model.parameters:
+        np.testing.assert_array_equal(weights.read(name), plain.read(name))
+
+
+def test_layers_of_multi_token_prediction_are_named_and_skipped(tmp_path):
+    golden = of_family_vectors("deepseek_v3")
+    layer = {f"model.layers.2.{name}.weight": np.zeros((24, 24)) for name in ("eh_proj", "enorm")}
+    weights = HFWeights(write(tmp_path, golden.config_json, golden.parameters | layer))
+    assert "not read: model.layers.2.* (2 tensors)" in weights.notes[0]
+    beyond = {"model.layers.1.mlp.extra.weight": np.zeros(3, np.float32)}
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.extra\.weight"):
+        HFWeights(write(tmp_path, golden.config_json, golden.parameters | beyond))
+
+
+def test_quantized_files_are_named(tmp_path):
+    golden = of_family_vectors("gpt_oss")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = {key: tensor for key, tensor in golden.parameters.items() if key != name}
+    tensors |= {f"{name}_blocks": np.zeros(3, np.uint8), f"{name}_scales": np.zeros(3, np.uint8)}
+    config_json = {**golden.config_json, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UserError, match="has quantization_config, and quantized weights are not"):
+        HFWeights(write(tmp_path, config_json, tensors))
+
+
+def test_layers_with_experts_in_other_words():
+    """An export reads what each layer has, whichever keys say it."""
+    config_json = of_family_vectors("deepseek_v3").config_json
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    assert (keys["layer_pattern"], keys["num_experts"]) == ("DE", 8)
+    listed = {**keys, "layer_pattern": "", "layer_kinds": {}, "moe_layers": [1]}
+    assert to_config_json(family, load_config(**listed)) == to_config_json(
+        family, load_config(**keys)
+    )
+    with pytest.raises(UserError, match="a dense layer follows one with experts"):
+        find_family(load_config(**{**listed, "moe_layers": [0]}), "deepseek_v3")
+    with pytest.raises(UserError, match="shared_experts=0"):
+        find_family(load_config(**{**listed, "shared_experts": 0}), "deepseek_v3")
 
 
 def test_heads_in_the_order_of_the_file(tmp_path):

@@ -27,11 +27,11 @@ DOCUMENTS = np.array([[1] * 3 + [2] * 6 + [3] * 2, [1] * 4 + [2] + [3] * 6])
 @pytest.fixture(scope="module")
 def delta_rule():
     """The function of the example, from separate arrays."""
-    tiny_config(import_modules=["examples/gated_deltanet.py"])
-    example = sys.modules[lookup("mixer", "gated_deltanet").__module__]
+    tiny_config(import_modules=["examples/deltanet.py"])
+    example = sys.modules[lookup("mixer", "deltanet").__module__]
 
-    def run(q, k, v, beta, log_a, segments, memory, chunk):
-        inputs = example.DeltaInputs(q, k, v, beta, log_a, segments)
+    def run(q, k, v, beta, segments, memory, chunk):
+        inputs = example.DeltaInputs(q, k, v, beta, segments)
         return example.delta_rule(inputs, memory, chunk)
 
     return run
@@ -42,13 +42,13 @@ def given():
     generator = np.random.default_rng(0)
     q, k, v = generator.normal(size=(3, B, T, N, H))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    beta, log_a = generator.uniform(0, 1, (B, T, N)), -generator.uniform(0, 1, (B, T, N))
+    beta = generator.uniform(0, 1, (B, T, N))
     memory = generator.normal(size=(B, N, H, H))
-    return [x.astype(np.float32) for x in (q, k, v, beta, log_a, memory)]
+    return [x.astype(np.float32) for x in (q, k, v, beta, memory)]
 
 
-def by_token(q, k, v, beta, log_a, memory, documents):
-    """S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,   o_t = S_t^T q_t"""
+def by_token(q, k, v, beta, memory, documents):
+    """S_t = S_(t-1) + b_t k_t (v_t - S_(t-1)^T k_t)^T,   o_t = S_t^T q_t"""
     o = np.zeros(v.shape)
     S = memory.astype(np.float64)
     for row, head in np.ndindex(B, N):
@@ -56,7 +56,6 @@ def by_token(q, k, v, beta, log_a, memory, documents):
             state, key = S[row, head], k[row, t, head]
             if documents[row, t] != documents[row, max(t - 1, 0)]:
                 state = 0 * state
-            state = np.exp(log_a[row, t, head]) * state
             error = v[row, t, head] - state.T @ key
             S[row, head] = state + beta[row, t, head] * np.outer(key, error)
             o[row, t, head] = S[row, head].T @ q[row, t, head]
@@ -67,14 +66,14 @@ def by_token(q, k, v, beta, log_a, memory, documents):
 def test_the_delta_rule_in_chunks(chunk, delta_rule, given):
     *rest, memory = given
     for documents in (DOCUMENTS, np.ones_like(DOCUMENTS)):
-        found = jax.jit(delta_rule, static_argnums=7)(*rest, documents, memory, chunk)
+        found = jax.jit(delta_rule, static_argnums=6)(*rest, documents, memory, chunk)
         for actual, expected in zip(found, by_token(*given, documents), strict=True):
             np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_the_delta_rule_goes_on_from_a_state(delta_rule, given):
     *rest, memory = given
-    one, run = np.ones((B, 1), int), jax.jit(delta_rule, static_argnums=7)
+    one, run = np.ones((B, 1), int), jax.jit(delta_rule, static_argnums=6)
     outputs = []
     for t in range(T):
         o, memory = run(*(x[:, t : t + 1] for x in rest), one, memory, 64)

@@ -1,4 +1,4 @@
-"""examples/gated_deltanet.yml as a user runs it: killed, resumed, decoded, planned, compared."""
+"""examples/deltanet.yml as a user runs it: killed, resumed, decoded, planned, compared."""
 
 import jax
 import numpy as np
@@ -10,14 +10,14 @@ from tests.house.sources import REPOSITORY
 from tests.multi_device.same_results import MIXED, train
 from tests.small_models import VALUE_RESIDUAL
 
-EXAMPLE = REPOSITORY / "examples" / "gated_deltanet.yml"
-IMPORT = f"import_modules=[{REPOSITORY}/examples/gated_deltanet.py]"
+EXAMPLE = REPOSITORY / "examples" / "deltanet.yml"
+IMPORT = f"import_modules=[{REPOSITORY}/examples/deltanet.py]"
 HYBRID = {
-    "import_modules": ["examples/gated_deltanet.py"],
-    "layer_pattern": "GGG*",
-    "layer_kinds": {"G": {"mixer": "gated_deltanet"}, "*": {"mixer": "attention"}},
+    "import_modules": ["examples/deltanet.py"],
+    "layer_pattern": "DDD*",
+    "layer_kinds": {"D": {"mixer": "deltanet"}, "*": {"mixer": "attention"}},
     "base_num_decoder_layers": 4,
-    "gdn_chunk": 5,
+    "deltanet_chunk": 5,
 }
 DIFFERENTIAL = {
     "import_modules": ["examples/differential_attention.py"],

@@ -148,7 +148,7 @@ def test_the_program(users_environment):
 @pytest.mark.parametrize(
     "part",
     [
-        "examples/gated_deltanet.py",
+        "examples/deltanet.py",
         "examples/differential_attention.py",
         "examples/sigmoid_attention.py",
         "examples/hidden_layer_loss.py",

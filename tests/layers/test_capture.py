@@ -40,8 +40,24 @@ MODELS = {
     ),
     "value residual": (VALUE_RESIDUAL, ATTENTION, ("mlpwo",)),
     "gated DeltaNet": (
-        {"import_modules": ["examples/gated_deltanet.py"], "mixer": "gated_deltanet"},
-        (*NO_SOFTMAX, "write_strength", "decay"),
+        {
+            "mixer": "gated_delta_net",
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+        },
+        (*NO_SOFTMAX, "attention_gate", "write_strength", "state_decay"),
+        ("mlpwo",),
+    ),
+    "KDA": (
+        {
+            "mixer": "kda",
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+        },
+        (*NO_SOFTMAX, "attention_gate", "write_strength", "state_decay"),
         ("mlpwo",),
     ),
     "differential attention": (

@@ -54,6 +54,14 @@ LATENT = {
     "v_head_dim": 3,
 }
 
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 3,
+    "mamba_d_state": 5,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 5,
+}
+
 # name -> (decoder_block, keys)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {"base_num_kv_heads": 2, "use_qk_norm": True}),
@@ -85,6 +93,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "layers of one part: Mamba-2, attention, MLP, experts": (
+        "llama2",
+        MAMBA2
+        | {
+            "base_num_decoder_layers": 4,
+            "layer_pattern": "MAFE",
+            "layer_kinds": {
+                "M": {"mixer": "mamba2", "feed_forward_type": "none"},
+                "A": {"feed_forward_type": "none"},
+                "F": {"mixer": "none"},
+                "E": {"mixer": "none", **TWO_EXPERTS, "moe_activations": ["relu2"]},
+            },
+            "base_num_kv_heads": 2,
+            "position_embedding": "none",
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.4, 1.0],
+        },
+    ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
     "shared layer, scale norm": (
@@ -96,7 +122,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": (
         "llama2",
         TWO_EXPERTS
-        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"},
+        | {"capacity_factor": 1.0, "eval_capacity_factor": 0.5, "moe_second.policy": "random"}
+        | {"routed_bias": True, "routed_bias_update_rate": 0.001},
     ),
     "experts of DeepSeek V3": (
         "llama2",
@@ -104,6 +131,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"routed_score_func": "sigmoid", "routed_scaling_factor": 2.5}
         | {"n_routing_groups": 2, "topk_routing_group": 1, "router_z_loss_weight": 0.01}
         | {"shared_experts": 1, "moe_mlp_dim": 8, "load_balance_choices": "all"}
+        | {"routed_bias": True, "routed_bias_update_rate": 0.001}
         | {"layer_pattern": "DE", "layer_kinds": {"D": {"num_experts": 1}, "E": {}}},
     ),
     "experts with biases, gated shared experts": (
@@ -247,6 +275,20 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_placement": "sandwich",
         },
     ),
+    "Mamba-2 beside attention, multipliers": (
+        "llama2",
+        MAMBA2
+        | {
+            "parallel_mixer": "mamba2",
+            "mamba_norm_before_gate": True,
+            "attention_in_multiplier": 0.7,
+            "attention_out_multiplier": 1.3,
+            "mlp_multipliers": [0.8, 1.1],
+            "ssm_in_multiplier": 1.2,
+            "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7],
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
     "Cohere": ("llama2", COHERE),
     "nanochat": ("llama2", NANOCHAT),
     "LongRoPE, tuned temperature, clamped GLU": ("llama2", LONGROPE | CLAMPED),
@@ -300,6 +342,7 @@ ON_DEVICES = (
     *REPRESENTATIVE,
     "latent attention",
     "gated DeltaNet",
+    "layers of one part: Mamba-2, attention, MLP, experts",
     "post-norm and pre-norm layers, joint norms",
 )
 

@@ -95,12 +95,19 @@ def chosen_by_hand(logits, keys, bias=0.0):
 
 V2 = {"n_routing_groups": 4, "topk_routing_group": 2, "routing_group_score": "max"}
 V3 = {"routed_score_func": "sigmoid", "n_routing_groups": 4, "topk_routing_group": 2}
+LLAMA4 = {
+    "num_experts_per_tok": 1,
+    "routed_score_func": "sigmoid",
+    "apply_router_weight_on_input": True,
+}
 ROUTINGS = {
     "DeepSeek V2": {"norm_topk_prob": False, "routed_scaling_factor": 16.0} | V2,
     "DeepSeek V3": {"routed_scaling_factor": 2.5} | V3,
     "DeepSeek V3, corrected": {"routed_bias": True} | V3,
     "DeepSeek V4": {"routed_score_func": "sqrtsoftplus", "routed_scaling_factor": 1.5},
     "gpt-oss": {"routed_score_func": "topk_softmax"},
+    "Llama 4": LLAMA4,
+    "Llama 4 with a capacity": LLAMA4 | {"capacity_factor": 8.0},  # which drops nothing
     "Qwen without normalization": {"norm_topk_prob": False},
     "one expert, normalized": {"num_experts_per_tok": 1, "norm_topk_prob": True},
     "logits by groups": {"routed_score_func": "topk_softmax", "n_routing_groups": 2}
@@ -123,8 +130,12 @@ def test_routing(name):
         for x in x_SD:
             bias = weights.get("gate_correction_bias", 0.0)
             chosen, gates = chosen_by_hand(x @ weights["gate"]["kernel"], keys, bias)
-            of_experts = [expert_by_hand(weights["experts"], expert, x) for expert in chosen]
-            outputs.append(gates @ of_experts)
+            scales = gates if "apply_router_weight_on_input" in keys else np.ones_like(gates)
+            of_experts = [
+                expert_by_hand(weights["experts"], expert, scale * x)
+                for expert, scale in zip(chosen, scales, strict=True)
+            ]
+            outputs.append((gates / scales) @ of_experts)
         return np.array(outputs)
 
     x_SD = x[0].astype(np.float64)

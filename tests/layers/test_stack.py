@@ -149,9 +149,8 @@ def lines_of_program(num_layers, **keys):
     "keys",
     [
         {
-            "import_modules": ["examples/gated_deltanet.py"],
             "layer_pattern": "GGG*",
-            "layer_kinds": {"G": {"mixer": "gated_deltanet"}, "*": {}},
+            "layer_kinds": {"G": {"mixer": "gated_delta_net"}, "*": {}},
         },
         pytest.param(
             {"layer_pattern": "DE", "layer_kinds": {"D": {}, "E": {"num_experts": 4}}},

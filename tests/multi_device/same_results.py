@@ -51,8 +51,8 @@ def loss_and_gradients(devices, family="llama2", rows=ROWS, noise=0.1, **keys):
     def run(params, batch):
         def loss(params):
             sums = loss_sums(model.merge(params), batch, config.model.objective, training=True)
-            means = sums.means(loss_totals(model, batch))
-            return sum(means.values()), means
+            totals = loss_totals(model, batch)
+            return sums.minimized(totals), sums.means(totals)
 
         return jax.grad(loss, has_aux=True)(params)
 

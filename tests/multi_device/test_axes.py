@@ -39,7 +39,12 @@ DENSE = {
     "dense_aggregation_impl": "sum",
     "noise": 0.02,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_z_loss_weight": 0.01,
+    "routed_bias": True,
+}
 BIASES_AND_SHARED = {"router_bias": True, "expert_bias": True, "shared_experts": 1}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
 GROUPED = {"base_num_kv_heads": 2}
@@ -49,6 +54,15 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
+}
+DELTA_NET = {
+    "mixer": "gated_delta_net",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # With 8 and 6, XLA's program for the CPU crashes when it is compiled without optimization.
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+    "linear_chunk_size": 3,
 }
 MIXED_CONTEXT = {
     "ici_fsdp_parallelism": 2,
@@ -144,6 +158,12 @@ CASES = {
     ),
     "latent attention": (LATENT | {"q_lora_rank": 16}, MIXED_CONTEXT),
     "latent attention, ring": (LATENT, MIXED_CONTEXT | RING),
+    # A document begins in the second of four parts.
+    "gated DeltaNet": (DELTA_NET, {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2}),
+    "KDA": (
+        DELTA_NET | {"mixer": "kda", "kda_lora_rank": 4},
+        {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2},
+    ),
     "many blocks of a window": (
         GROUPED
         | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},

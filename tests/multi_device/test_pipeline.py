@@ -28,6 +28,7 @@ PLACES = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "router_z_loss_weight": 0.01,
+    "routed_bias": True,
     "capacity_factor": 1.0,
     "eval_capacity_factor": 2.0,
 }

@@ -103,6 +103,8 @@ def test_accumulated_microbatches_equal_the_big_batch():
     state_parts, metrics_parts = parts(state, batch)
     assert metrics_whole.keys() == metrics_parts.keys()
     assert metrics_whole["moe_z_loss"] > 0.1
+    for metrics in (metrics_whole, metrics_parts):
+        metrics.pop("moe_max_load_ratio")  # of each microbatch alone
     assert_close(metrics_whole, metrics_parts, 1e-5)
     assert_close(state_whole.params, state_parts.params, 1e-5)
 

@@ -104,7 +104,10 @@ def number(
     def read(value: hf.HFValue, config: hf.HFConfig) -> TypedValue:
         return hf.whole_number(value, at_least=at_least)
 
-    return hf.mapped(hf_names, key, default, read=read, **fields)
+    def write(values: Mapping[str, Any]) -> Any:
+        return hf.whole_number(values[key], at_least=at_least)
+
+    return hf.mapped(hf_names, key, default, **{"read": read, "write": write, **fields})
 
 
 def width(hf_name: str, key: str, default: int, **fields: Any) -> hf.ConfigMapping:
@@ -170,10 +173,5 @@ def shared_rows(hf_name: str, gate: str = "") -> hf.Rows:
     )
 
 
-# Layers of multi-token prediction, which are stored behind the last layer.
+# Layers of multi-token prediction, which are stored behind the last layer, for runs without it.
 PREDICTION_LAYERS = tuple(f"model.layers.{{num_layers+{index}}}." for index in range(4))
-
-
-def no_prediction_layers() -> hf.ConfigMapping:
-    """Returns the setting of the layers of multi-token prediction: any are read, none written."""
-    return hf.without_key("num_nextn_predict_layers", lambda values: 0)

@@ -72,7 +72,6 @@ GPT_OSS = descendant(
         theta=150_000.0,
         parameters={
             "rope_type": "yarn",
-            "rope_theta": 150_000.0,
             "factor": 32.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,

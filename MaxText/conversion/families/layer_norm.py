@@ -49,12 +49,15 @@ def _write_scale(values: hf.KeyValues) -> float:
     return float(f"{1.0 / values['logits_scaling']:.15g}")
 
 
+def logit_factor(name: str, default: float) -> hf.ConfigMapping:
+    """Returns the setting of a factor of logits, the inverse of logits_scaling."""
+    return hf.mapped(name, "logits_scaling", default, read=_read_scale, write=_write_scale)
+
+
 COHERE2 = descendant(
     "Cohere2ForCausalLM",
     hf.mapped("layer_norm_eps", _EPSILON, default=1e-5),
-    hf.ConfigMapping(
-        ("logit_scale",), ("logits_scaling",), 0.0625, read=_read_scale, write=_write_scale
-    ),
+    logit_factor("logit_scale", 0.0625),
     tied_by_default(),
     hf.write_only("head_dim", "head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
     windows.of_local_layers(4096),

@@ -59,6 +59,7 @@ MIXTRAL = descendant(
         "moe_layers": None,
         "moe_mlp_dim": -1,
         "moe_activations": None,
+        "norm_topk_prob": True,
         "eval_capacity_factor": -1.0,
         "moe_second.policy_eval": "all",
     },

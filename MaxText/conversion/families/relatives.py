@@ -3,16 +3,16 @@
 Arcee AFM (2025) and nanochat (Karpathy 2025) have ungated feed-forwards, ERNIE 4.5 (Baidu 2025) and
 GLM-4 (2024) rotate adjacent dimensions, Phi-3 and Phi-4 (Abdin et al. 2024) and GLM-4 store fused
 projections. SmolLM3 (2025) and EXAONE 4 (LG AI Research 2025) have layers without rotary positions.
-Granite (IBM 2024) multiplies embedding, branches and scores and divides logits. Hunyuan (Tencent
-2025) normalizes queries and keys after rotary. Apertus (2025) has an activation with learned
-scalars. Seed-OSS (ByteDance 2025) has biases.
+Granite (IBM 2024) multiplies embedding, branches and scores and divides logits; where it has
+experts, those of a layer are one tensor. Hunyuan (Tencent 2025) normalizes queries and keys after
+rotary. Apertus (2025) has an activation with learned scalars. Seed-OSS (ByteDance 2025) has biases.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.families import rotary, windows
+from MaxText.conversion.families import expert_layers, rotary, windows
 from MaxText.conversion.families.llama import (
     FUSED_ATTENTION,
     FUSED_MLP,
@@ -132,8 +132,7 @@ PHI3 = descendant(
     ),
 )
 
-GRANITE = descendant(
-    "GraniteForCausalLM",
+MULTIPLIERS = (
     hf.mapped("embedding_multiplier", "embedding_multiplier", default=1.0),
     hf.mapped("residual_multiplier", "residual_multiplier", default=1.0),
     hf.mapped("logits_scaling", "logits_scaling", default=1.0),
@@ -144,7 +143,33 @@ GRANITE = descendant(
         read=lambda value, config: value,
         write=lambda values: values["attention_scale"] or values["head_dim"] ** -0.5,
     ),
-    decoder_block="granite",
+)
+_SPARSE_MOE = LAYER + "block_sparse_moe."
+_EXPERTS = "layers/mlp/experts/"
+# Router and experts, each one tensor.
+GRANITE_EXPERTS = (
+    hf.row(_SPARSE_MOE + "router.layer.weight", "layers/mlp/gate/kernel", "E D", "D E"),
+    hf.row(
+        _SPARSE_MOE + "input_linear.weight",
+        f"{_EXPERTS}wi_0 {_EXPERTS}wi_1",
+        "E (J F) D",
+        "E D F",
+    ),
+    hf.row(_SPARSE_MOE + "output_linear.weight", _EXPERTS + "wo", "E D F", "E F D"),
+)
+
+GRANITE = descendant("GraniteForCausalLM", *MULTIPLIERS, decoder_block="granite")
+
+GRANITEMOE = descendant(
+    "GraniteMoeForCausalLM",
+    *MULTIPLIERS,
+    expert_layers.number("num_local_experts num_experts", "num_experts", 8, at_least=2),
+    expert_layers.number("num_experts_per_tok", "num_experts_per_tok", 2),
+    expert_layers.balance_loss("router_aux_loss_coef", 0.001),
+    without=("mlp_bias",),
+    choices={"moe_mlp_dim": -1},
+    decoder_block="granitemoe",
+    rows=rows(PRE_NORMS, attention(), GRANITE_EXPERTS),
 )
 
 HUNYUAN_V1_DENSE = descendant(

@@ -161,8 +161,7 @@ class Block(nnx.Module):
           stream: RNG stream id of the branch.
         """
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
-        if self.residual_multiplier != 1.0:
-            x_BTD = scaled(x_BTD, self.residual_multiplier)
+        x_BTD = scaled(x_BTD, self.residual_multiplier)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH_OFFSET)
         if self.path_rate == 0.0 or key is None:

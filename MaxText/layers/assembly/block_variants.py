@@ -1,4 +1,4 @@
-"""Block variants: parallel, post-norm, sandwich, without a mixer, static SGU, Macaron, ReZero."""
+"""Block variants: parallel, post-norm, sandwich, of one part, two mixers, Macaron, ReZero, ..."""
 
 import functools
 import types
@@ -13,6 +13,7 @@ from MaxText.layers.assembly.block import (
     MIXER_STREAM,
     Block,
 )
+from MaxText.layers.attention.parallel_mixer import BesideMixer
 from MaxText.layers.attention.static_sgu import BesideStaticSGU
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
@@ -38,27 +39,32 @@ def block_class(layer: LayerConfig) -> type[Block]:
     the rest. Those later in this function wrap those before: ReZero gates a Macaron block's
     branches.
     """
-    block = layer.config.block
-    bases: list[type[Block]] = [ParallelBlock if block.block_arrangement == "parallel" else Block]
-    if block.mixer == "none":
-        bases = [BlockWithoutMixer]
-    elif layer.config.attention.static_sgu:
-        bases.append(WithStaticSGU)
-    if layer.config.dense_connections.mixes_attention_inputs and block.mixer != "none":
-        bases.append(WithSeparateNorms)
-    if block.norm_placement in ("post", "sandwich"):
-        bases.append(SandwichNorms)
-    if block.norm_placement == "post":
-        bases.append(WithoutPreNorms)
-    if block.use_macaron:
-        bases.append(Macaron)
-    if block.use_rezero:
-        bases.append(ReZero)
-    if layer.config.embedding.hidden_size_per_layer_input:
-        bases.append(WithPerLayerInput)
-    if block.use_layer_scalar:
-        bases.append(WithLayerScalar)
+    config = layer.config
+    block = config.block
+    has_mixer = block.mixer != "none"
+    mixes_inputs = config.dense_connections.mixes_attention_inputs
+    variants: list[tuple[bool, type[Block]]] = [
+        (has_mixer and config.attention.static_sgu, WithStaticSGU),
+        (has_mixer and block.parallel_mixer != "none", WithParallelMixer),
+        (has_mixer and mixes_inputs, WithSeparateNorms),
+        (block.norm_placement in ("post", "sandwich"), SandwichNorms),
+        (block.norm_placement == "post", WithoutPreNorms),
+        (block.use_macaron, Macaron),
+        (block.use_rezero, ReZero),
+        (config.embedding.hidden_size_per_layer_input > 0, WithPerLayerInput),
+        (block.use_layer_scalar, WithLayerScalar),
+    ]
+    bases = [_arrangement(layer), *(variant for is_chosen, variant in variants if is_chosen)]
     return combine(*reversed(bases))
+
+
+def _arrangement(layer: LayerConfig) -> type[Block]:
+    """Returns the class of a layer without variants."""
+    if layer.config.block.mixer == "none":
+        return BlockWithoutMixer
+    if layer.config.feed_forward.feed_forward_type == "none":
+        return BlockWithoutFeedForward
+    return ParallelBlock if layer.config.block.block_arrangement == "parallel" else Block
 
 
 @functools.cache
@@ -134,6 +140,32 @@ class BlockWithoutMixer(Block):
         return y_BTD, scalars, state
 
 
+class BlockWithoutFeedForward(Block):
+    """y = x + mixer(norm(x)), as in Mamba-2 and the layers of Nemotron-H."""
+
+    not_recomputed = ("self_attention",)
+
+    def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds nothing."""
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Adds the mixer's output to the residual stream; as Block.__call__."""
+        out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
+        y_BTD = inputs.r + self.finish_branch(out, context, MIXER_STREAM)
+        return with_logical_constraint(y_BTD, *HIDDEN), scalars, state
+
+
+class WithParallelMixer(Block):
+    """A second mixer that reads the same norm; both outputs are added (Falcon-H1)."""
+
+    @classmethod
+    def mixer_class(cls, layer: LayerConfig) -> Any:
+        """Returns the layer's mixer, derived from BesideMixer as well."""
+        return combine(BesideMixer, super().mixer_class(layer))
+
+
 class WithStaticSGU(Block):
     """Static SGU on half of the channels, the mixer on the other half."""
 
@@ -189,7 +221,8 @@ class SandwichNorms(Block):
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         """Builds the feed-forward with its norms, post_mlp_layer_norm the second one."""
         super().build_feed_forward(layer, init, rngs)
-        self.post_mlp_layer_norm = Block.norm(self, layer, init, rngs)
+        if layer.config.feed_forward.feed_forward_type != "none":
+            self.post_mlp_layer_norm = Block.norm(self, layer, init, rngs)
 
     def finish_branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
         """Returns what a branch adds to the residual stream, from its normalized output."""
@@ -253,7 +286,8 @@ class ReZero(Block):
         block = layer.config.block
         if block.mixer != "none":
             self.attention_gate = LearnedScalar(0.0, init, rngs)
-        self.mlp_gate = LearnedScalar(0.0, init, rngs)
+        if layer.config.feed_forward.feed_forward_type != "none":
+            self.mlp_gate = LearnedScalar(0.0, init, rngs)
         if block.use_macaron and block.macaron_prenorm:
             self.macaron_gate = LearnedScalar(0.0, init, rngs)
 

@@ -43,7 +43,8 @@ MaskPart = Any
 TILE = 128
 LARGEST_BLOCK = 512
 _LARGEST_HEAD = 1024  # most bytes of one head of a token with which such blocks fit a v4
-_PRODUCTS = {"_fwd": 2, "_dkv": 4, "_dq": 3}  # matmuls; both backward kernels recompute scores
+# Matmuls over the width of keys, and of values; both backward kernels recompute scores.
+_PRODUCTS = {"_fwd": (1, 1), "_dkv": (2, 2), "_dq": (2, 1)}
 _RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 
 
@@ -317,16 +318,21 @@ def block_size(length: int) -> int:
     return max(rows for rows in range(TILE, LARGEST_BLOCK + 1, TILE) if length % rows == 0)
 
 
-def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
+def splash_operations(
+    name: str, queries: Sequence[int], value_width: int, num_keys: float
+) -> float:
     """Returns the floating-point operations of one of splash attention's kernels.
 
     Args:
       name: Name of the kernel, which contains its phase: _fwd, _dkv or _dq.
-      queries: Shape of its queries.
+      queries: Shape of its queries, which are as wide as its keys.
+      value_width: Width of its values.
       num_keys: Average number of keys that a query is multiplied with.
     """
-    products = next(number for phase, number in _PRODUCTS.items() if phase in name)
-    return 2.0 * products * math.prod(queries) * num_keys
+    with_keys, with_values = next(number for phase, number in _PRODUCTS.items() if phase in name)
+    *num_queries, key_width = queries
+    widths = with_keys * key_width + with_values * value_width
+    return 2.0 * widths * math.prod(num_queries) * num_keys
 
 
 def average_keys_computed(length: int, *, causal: bool, window: int | None = None) -> float:

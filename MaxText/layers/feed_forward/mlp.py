@@ -13,7 +13,7 @@ from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Dense, scaled
 from MaxText.layers.feed_forward.activations import (
     ACTIVATIONS,
     LEARNED,
@@ -86,6 +86,7 @@ class MLP(FeedForward):
         bias = config.ffn_bias
         self.activations = config.mlp_activations
         self.limit = config.mlp_activations_limit
+        self.gate_multiplier, self.out_multiplier = config.mlp_multipliers or (1.0, 1.0)
         self.input_names = input_kernel_names(self.activations)
         for name in self.input_names:
             dense = Dense((D,), (F,), ("embed", "mlp"), draw.kernel, init, rngs, use_bias=bias)
@@ -103,13 +104,15 @@ class MLP(FeedForward):
         branches = zip(self.input_names, self.activations, strict=True)
         for index, (name, activation) in enumerate(branches):
             branch_BTF = tag(getattr(self, name)(x_BTD), "mlpwi")
+            if index == 0:
+                branch_BTF = scaled(branch_BTF, self.gate_multiplier)
             branch_BTF = clamped(branch_BTF, index, self.limit)
             branch_BTF = self._activated(name, activation, branch_BTF, context)
             h_BTF = branch_BTF if h_BTF is None else h_BTF * branch_BTF
         assert h_BTF is not None
         h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
         record(h_BTF, "activations")
-        return tag(self.wo(h_BTF), "mlpwo"), {}
+        return scaled(tag(self.wo(h_BTF), "mlpwo"), self.out_multiplier), {}
 
     def _activated(
         self, name: str, activation: str, x: jax.Array, context: ForwardContext
@@ -169,6 +172,7 @@ def _shared_experts(
     keys = {
         "mlp_activations": experts.moe_activations or feed_forward.mlp_activations,
         "ffn_bias": experts.expert_bias,
+        "mlp_multipliers": (),
     }
     width = experts.shared_width(init.dimensions.mlp_dim)
     init = dataclasses.replace(init, dimensions=init.dimensions._replace(mlp_dim=width))

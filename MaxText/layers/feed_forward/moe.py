@@ -221,7 +221,8 @@ class RoutedMoE(nnx.Module):
     With x Wg the logits of the router, scores are softmax(x Wg), sigmoid(x Wg) (DeepSeek-AI 2024,
     V3), sqrt(softplus(x Wg)) (V4), or the logits, whose softmax over the chosen ones are the gates
     (gpt-oss). Gates are divided by their sum if a token has several experts (Lepikhin et al. 2020,
-    Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`.
+    Jiang et al. 2024), or as `norm_topk_prob` says, and multiplied by `routed_scaling_factor`. With
+    `apply_router_weight_on_input` they multiply the experts' inputs: y = sum expert(gate * x).
 
     With groups, only experts of the best groups of consecutive experts are chosen, so that a token
     visits few devices (DeepSeek-AI 2024, V2, section 2.2.2). A correction bias is added to the
@@ -236,6 +237,7 @@ class RoutedMoE(nnx.Module):
 
     rows: ClassVar = {
         "gate": "router",
+        "gate_correction_bias": "router",
         "experts": "feed-forward",
         "shared_experts": "feed-forward",
     }
@@ -440,16 +442,24 @@ class RoutedMoE(nnx.Module):
         is_filled_GL = pairs_GL < slots_GP.shape[1]
         tokens_GL = jnp.where(is_filled_GL, pairs_GL % group, group)
         filled_GLD = jax.vmap(take_rows)(x_GSD, tokens_GL, jnp.stack(slots_GS, axis=-1))
+        if self.config.apply_router_weight_on_input:
+            # An empty slot has zeros, whatever its gate.
+            gates_GP = jnp.moveaxis(routing.gates_GSK, -1, 1).reshape(num_groups, -1)
+            gates_GL = jnp.take_along_axis(gates_GP, pairs_GL, axis=1, mode="clip")
+            filled_GLD = filled_GLD * gates_GL[..., None].astype(x_GSD.dtype)
         filled_GECD = filled_GLD.reshape(num_groups, num_experts, capacity, width)
 
         out_GECD = self._run_experts(filled_GECD)
 
         out_GLD = out_GECD.reshape(num_groups, num_slots, width)
         out_GPD = jax.vmap(take_rows)(out_GLD, slots_GP, pairs_GL[..., None])
-        y_GSD = sum(
-            routing.gates_GSK[..., choice, None].astype(x_GSD.dtype) * out_GSD
-            for choice, out_GSD in enumerate(jnp.split(out_GPD, len(slots_GS), axis=1))
-        )
+        out_KGSD = jnp.split(out_GPD, len(slots_GS), axis=1)
+        if not self.config.apply_router_weight_on_input:
+            out_KGSD = [
+                routing.gates_GSK[..., choice, None].astype(x_GSD.dtype) * out_GSD
+                for choice, out_GSD in enumerate(out_KGSD)
+            ]
+        y_GSD = sum(out_KGSD)
         return y_GSD, is_filled_GL.sum()  # type: ignore[return-value]
 
     def _assign_slots(self, routing: _Routing, capacity: int) -> list[jax.Array]:
@@ -566,6 +576,11 @@ class RoutedMoE(nnx.Module):
             order // num_choices,
             position_of_pair.reshape(-1, num_choices),
         )
+        is_routed = routing.is_routed_GSK.reshape(-1)[order]
+        gates = routing.gates_GSK.reshape(-1)[order]
+        if self.config.apply_router_weight_on_input:
+            sorted_tokens = sorted_tokens * gates[:, None].astype(sorted_tokens.dtype)
+            gates = jnp.ones_like(gates)
         ragged_dot = functools.partial(
             jax.lax.ragged_dot, group_sizes=sizes, precision=experts.precision
         )
@@ -581,8 +596,7 @@ class RoutedMoE(nnx.Module):
             out = jax.lax.psum(out, tensor_axes)
         if weights.wo_bias is not None:
             out = out + weights.wo_bias[expert_of_pair[order]]
-        gates = (routing.gates_GSK * routing.is_routed_GSK).reshape(-1)[order]
-        out = out * gates[:, None].astype(out.dtype)
+        out = out * (gates * is_routed)[:, None].astype(out.dtype)
         y = take_rows(out, position_of_pair, order[:, None]).reshape(-1, num_choices, width)
         return y.sum(1).reshape(x_GSD.shape)
 

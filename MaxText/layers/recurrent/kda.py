@@ -10,31 +10,18 @@ Team 2025, arXiv 2510.26692). Two forms of log a, of r_t = W_fb W_fa x_t + dt_bi
 
 Outputs are normalized in each head and gated: norm(o) sigmoid(W_gb W_ga x).
 
-The chunks of gated_delta_net.py need products of decayed tokens,
-
-    sum_c q_ic k_jc exp(G_ic - G_jc),   G the sums of log a over tokens,
-
-which are no longer a product of q with k times one decay. exp(G_i) exp(-G_j) would overflow.
-`decayed_products` instead computes a block of tokens from its halves. For a token i of the right
-half and j of the left one, with the boundary between them as the anchor,
-
-    G_i - G_j = (sum from the boundary to i) + (sum from j + 1 to the boundary)
-
-Neither sum is positive, so each side has a factor of at most 1, and the block of pairs is one
-product of matrices. Sums are over the tokens of a half alone, not differences of sums over the
-chunk: a strong decay costs no digits of other tokens' decays, and a document begins with a decay of
-0, which needs no further masks.
+Chunks are those of gated_delta_net.py. Their products of tokens have a decay for each channel
+(decayed_products.py), in place of D.
 
 Legend: B sequences, T tokens, D emb_dim, N heads, K width of keys, V width of values, R rank, C
 tokens of a chunk, J chunks, P parts of a sequence (chunks.py).
 """
 
 import functools
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions, RecurrentConfig
@@ -45,7 +32,13 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum
 from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops
-from MaxText.layers.recurrent.chunks import Chunks, begins_document
+from MaxText.layers.recurrent.chunks import Chunks
+from MaxText.layers.recurrent.decayed_products import (
+    decayed_products,
+    forget_between_documents,
+    product_flops,
+    with_diagonal,
+)
 from MaxText.layers.recurrent.gated_delta_net import DeltaInputs, GatedDeltaNet
 from MaxText.layers.recurrent.gates import (
     GatedRMSNorm,
@@ -55,15 +48,9 @@ from MaxText.layers.recurrent.gates import (
 )
 from MaxText.layers.recurrent.short_convolution import ShortConvolution
 from MaxText.layers.recurrent.state_passing import DeltaUpdates, pass_corrected_states
-from MaxText.layers.recurrent.triangular_inverse import (
-    num_levels,
-    num_products,
-    unit_lower_inverse,
-)
+from MaxText.layers.recurrent.triangular_inverse import num_products, unit_lower_inverse
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-# Tokens whose pairs are products of whole blocks; larger blocks are computed from their halves.
-_SUB_BLOCK = 16
 _HEAD_AXES = ("q_heads", "kv")
 
 
@@ -171,14 +158,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         filled = -(-length // C) * C / length  # with the tokens that fill the last chunk
         of_state = 6.0 * K * V  # V and o from S, and S
         in_chunk = 2 * C * (K + 2 * V)  # V before S, what is subtracted from it, o from V
-        levels = num_levels(C)
-        padded = 2**levels
-        sub_block = min(_SUB_BLOCK, padded)
-        num_whole = num_levels(sub_block)
-        # Columns that a token is multiplied with: half of the tokens, from each larger block's
-        # other half.
-        columns = num_whole * sub_block + sum(2**level / 2 for level in range(num_whole, levels))
-        pairs = 4 * K * columns * padded / C  # of keys with keys, and of queries with keys
+        pairs = 2 * product_flops(C, K)  # of keys with keys, and of queries with keys
         inverse = filled * N * 2 * C * C
         return {
             "delta rule": Flops(N * of_state, filled * N * (of_state + in_chunk + pairs)),
@@ -233,17 +213,14 @@ def channelwise_delta_rule(
       precision: Of the products.
     """
     product = functools.partial(einsum, precision=precision)
-    log_a_BTNK = inputs.log_a
-    begins_BT = begins_document(context, chunks.length)
-    if begins_BT is not None:
-        log_a_BTNK = jnp.where(begins_BT[..., None, None], -jnp.inf, log_a_BTNK)
-    q, k, v, beta, log_a = (
-        chunks.split(x) for x in (*inputs[:4], log_a_BTNK)
-    )  # [J, P, B, N, C, ...]
-    pairs = decayed_products(q, k, log_a, precision)
+    log_a_BTNK = forget_between_documents(inputs.log_a, context, chunks.length)
+    # [J, P, B, N, C, ...]
+    q, k, v, beta, log_a = (chunks.split(x) for x in inputs._replace(log_a=log_a_BTNK))
+    pairs = decayed_products((k, q), (k,), log_a, precision)
+    [[key_pairs], [query_pairs]] = pairs.products_CC
     # One pass of bfloat16 would not do; see there.
     inverse_precision = "highest" if precision == "highest" else "high"
-    inverse = unit_lower_inverse(beta[..., None] * pairs.keys_CC, inverse_precision)
+    inverse = unit_lower_inverse(beta[..., None] * key_pairs, inverse_precision)
     solution = inverse * beta[..., None, :]
     since_begin = jnp.exp(pairs.since_begin_CK)
     states = pass_corrected_states(
@@ -257,118 +234,5 @@ def channelwise_delta_rule(
         precision,
     )
     o = product("jpbnck,jpbnkv->jpbncv", q * since_begin, states.before_JPBNKV)
-    o += product("jpbncd,jpbndv->jpbncv", pairs.queries_CC, states.values_JPBNCV)
+    o += product("jpbncd,jpbndv->jpbncv", with_diagonal(query_pairs, q, k), states.values_JPBNCV)
     return chunks.merge(o), states.last_BNKV
-
-
-class DecayedProducts(NamedTuple):
-    """Products of the tokens of a chunk, and sums of their logarithms of decays; any more dims."""
-
-    keys_CC: jax.Array  # of keys i with keys j < i
-    queries_CC: jax.Array  # of queries i with keys j <= i
-    since_begin_CK: jax.Array  # sums from the first token to i
-    to_end_CK: jax.Array  # sums from i + 1 to the last token
-
-
-@functools.partial(jax.checkpoint, static_argnums=(3,))
-def decayed_products(
-    q: jax.Array, k: jax.Array, log_a: jax.Array, precision: str | None
-) -> DecayedProducts:
-    """Returns sum_c q_ic k_jc exp(G_ic - G_jc) and the same of keys (formulas above).
-
-    The backward pass computes decayed queries and keys again, instead of saving them for each size
-    of blocks.
-
-    Args:
-      q: [..., C, K], float32, as the others.
-      k: [..., C, K].
-      log_a: [..., C, K], not positive; -inf forgets all tokens before.
-      precision: Of the products.
-    """
-    *_, size, width = k.shape
-    num_padding = 2 ** num_levels(size) - size
-    if num_padding:
-        padding = [(0, 0)] * (k.ndim - 2) + [(0, num_padding), (0, 0)]
-        q, k, log_a = (jnp.pad(x, padding) for x in (q, k, log_a))
-    *lead, padded, _ = k.shape
-    product = functools.partial(einsum, "...ck,...dk->...cd", precision=precision)
-    block = min(_SUB_BLOCK, padded)
-    keys = jnp.zeros((*lead, padded // block, block, block), k.dtype)
-    queries = keys
-    # Sums within blocks of 2^level tokens.
-    since_begin = log_a
-    to_end = jnp.zeros_like(log_a)
-    for level in range(num_levels(padded)):
-        half = 2**level
-        halves = (*lead, padded // (2 * half), 2, half, width)
-        left_since, right_since = _split(since_begin, halves)
-        left_to_end, right_to_end = _split(to_end, halves)
-        factors = jnp.exp(_join(left_to_end, right_since, k.shape))
-        decayed_k = k * factors
-        decayed_q = q * factors
-        if 2 * half <= block:
-            blocks = (*lead, padded // block, block, width)
-            decayed_k = decayed_k.reshape(blocks)
-            decayed_q = decayed_q.reshape(blocks)
-            is_pair = _is_pair(block, half)
-            keys = jnp.where(is_pair, product(decayed_k, decayed_k), keys)
-            queries = jnp.where(is_pair, product(decayed_q, decayed_k), queries)
-        else:
-            left_k, right_k = _split(decayed_k, halves)
-            _, right_q = _split(decayed_q, halves)
-            left_k = left_k[..., 0, :, :]
-            keys = _grown(keys, product(right_k[..., 0, :, :], left_k))
-            queries = _grown(queries, product(right_q[..., 0, :, :], left_k))
-        left_total = left_since[..., -1:, :]
-        right_total = right_since[..., -1:, :]
-        since_begin = _join(left_since, right_since + left_total, k.shape)
-        to_end = _join(left_to_end + right_total, right_to_end, k.shape)
-    diagonal = jnp.sum(q * k, axis=-1)[..., None] * jnp.eye(padded, dtype=k.dtype)
-    return DecayedProducts(
-        keys_CC=keys[..., 0, :size, :size],
-        queries_CC=(queries[..., 0, :, :] + diagonal)[..., :size, :size],
-        since_begin_CK=since_begin[..., :size, :],
-        to_end_CK=to_end[..., :size, :],
-    )
-
-
-def _is_pair(size: int, half: int) -> np.ndarray:
-    """Returns which tokens (row, column) are in the right and the left half of the same block.
-
-    Args:
-      size: Tokens.
-      half: Tokens of a half.
-    """
-    number = np.arange(size) // half
-    is_same_block = number[:, None] // 2 == number // 2
-    return is_same_block & (number[:, None] > number)
-
-
-def _split(x: jax.Array, halves: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the left and the right halves of blocks, [..., blocks, 1, half, K] each.
-
-    Args:
-      x: [..., C, K].
-      halves: The shape [..., blocks, 2, half, K].
-    """
-    x = x.reshape(halves)
-    return x[..., :1, :, :], x[..., 1:, :, :]
-
-
-def _join(left: jax.Array, right: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the halves of blocks as [..., C, K]; the inverse of `_split`."""
-    return jnp.concatenate([left, right], axis=-3).reshape(shape)
-
-
-def _grown(diagonal: jax.Array, below: jax.Array) -> jax.Array:
-    """Returns blocks [[X, 0], [Z, Y]] of twice the size.
-
-    Args:
-      diagonal: X and Y in turn, [..., blocks, half, half].
-      below: Z, [..., blocks / 2, half, half].
-    """
-    *lead, half, _ = below.shape
-    sides = jnp.tile(diagonal.reshape(*lead, 2 * half, half), 2)  # X X over Y Y
-    number = np.arange(2 * half) // half
-    below = jnp.pad(below, [(0, 0)] * len(lead) + [(half, 0), (0, half)])
-    return jnp.where(number[:, None] == number, sides, below)

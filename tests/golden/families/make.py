@@ -10,6 +10,7 @@ numbers never change.
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import zlib
@@ -21,6 +22,7 @@ from unittest import mock
 import numpy as np
 
 FOLDER = Path(__file__).parent
+_KIMI_DENSE = re.compile(r"block_sparse_moe\.(gate|up|down)_proj\.")
 BATCH = 2
 LENGTH = 20
 
@@ -66,8 +68,48 @@ LATENT = {
 }
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
+LINEAR = "linear_attention"
+DELTA_NET = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Vectors of few numbers are near 0 here and there, where norms amplify rounding.
+    "rms_norm_eps": 1e-2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, GLOBAL, LINEAR],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 
 # case: changes of SIZES. The text before a hyphen is the model_type.
+# A state space whose chunks are shorter than the sequences.
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_d_state": 5,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 7,
+}
+RECURRENT = "linear_attention"
+NO_ATTENTION = dict.fromkeys(
+    (
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    )
+)
+
 CASES: dict[str, dict[str, Any]] = {
     "arcee": {"attention_bias": True, "mlp_bias": True, "head_dim": 8, "rope_parameters": YARN},
     "ernie4_5": {"use_bias": True, "head_dim": 8, "rms_norm_eps": 1e-3},
@@ -232,6 +274,7 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "qwen3_moe": {
+        "num_hidden_layers": 2,
         "head_dim": 8,
         "num_experts": 5,
         "num_experts_per_tok": 3,
@@ -251,6 +294,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
     "qwen2_moe": {
+        "num_hidden_layers": 2,
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 12,
@@ -258,6 +302,37 @@ CASES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 5,
         "decoder_sparse_step": 2,
+    },
+    "qwen3_next": {**DELTA_NET, **SHARED_EXPERT, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_next-alike": {
+        **SHARED_EXPERT,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [LINEAR, GLOBAL],
+    },
+    "qwen3_5_text": {**DELTA_NET, "attention_bias": True},
+    "qwen3_5_moe_text": {**DELTA_NET, **SHARED_EXPERT, "tie_word_embeddings": True},
+    "olmo_hybrid": {
+        "rms_norm_eps": 1e-2,
+        "layer_types": [LINEAR, LINEAR, GLOBAL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 20,
+        "linear_value_head_dim": 10,  # transformers 5.24 stores convolutions of one width only
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "olmo_hybrid-nope": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, GLOBAL],
+        "linear_allow_neg_eigval": False,
+        "linear_value_head_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
     },
     "deepseek_v2": {
         **LATENT,
@@ -282,6 +357,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **LATENT,
+        "num_hidden_layers": 2,
         "q_lora_rank": 10,
         "n_shared_experts": 1,
         "n_group": 4,
@@ -300,6 +376,19 @@ CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
         "norm_topk_prob": False,
         "rope_parameters": YARN,
+    },
+    "kimi_linear": {
+        **{name: size for name, size in LATENT.items() if name != "n_routed_experts"},
+        "num_experts": 8,
+        "q_lora_rank": None,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "num_shared_experts": 2,
+        "layer_types": [LINEAR, GLOBAL, LINEAR],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 10,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 3,
     },
     "gpt_oss": {
         "num_hidden_layers": 2,
@@ -325,7 +414,7 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "minimax_m2": {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "head_dim": 12,
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -335,14 +424,111 @@ CASES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "granitemoe": {
+        "num_hidden_layers": 1,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "hy_v3": {
+        "num_hidden_layers": 2,
         "head_dim": 8,
         "num_experts": 6,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 12,
         "num_shared_experts": 2,
-        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "mlp_layer_types": ["sparse", "dense"],
         "router_scaling_factor": 1.7,
+    },
+    "mamba2": {
+        **NO_ATTENTION,
+        "num_heads": 6,
+        "head_dim": 8,
+        "state_size": 6,
+        "n_groups": 2,
+        "chunk_size": 7,
+        "use_bias": True,
+        "time_step_limit": [0.3, 1.5],
+    },
+    "mamba2-tied": {
+        **NO_ATTENTION,
+        "num_hidden_layers": 2,
+        "num_heads": 12,
+        "head_dim": 4,
+        "state_size": 3,
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "use_conv_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1], "head_dim": 8},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": [RECURRENT, GLOBAL, RECURRENT],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 12,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 1.7,
+    },
+    "granitemoehybrid-dense": {
+        **MAMBA,
+        "num_hidden_layers": 2,
+        "layer_types": [RECURRENT, GLOBAL],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
+    "falcon_h1": {
+        **MAMBA,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "head_dim": 8,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 0.9,
+        "ssm_out_multiplier": 1.1,
+        "ssm_multipliers": [0.6, 1.3, 0.7, 1.4, 0.5],
+        "mlp_multipliers": [0.8, 1.2],
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "falcon_h1-norm": {
+        **MAMBA,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_rms_norm": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "layers_block_type": [RECURRENT, GLOBAL, "mlp", "moe", RECURRENT, "moe"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 5,
+        "n_groups": 2,
+        "chunk_size": 7,
+        "head_dim": 8,
+        "use_bias": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "moe_intermediate_size": 10,
+        "moe_shared_expert_intermediate_size": 14,
     },
 }
 
@@ -377,7 +563,7 @@ def _make(case: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
         model.save_pretrained(folder)
         config_json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        stored = load_file(f"{folder}/model.safetensors")
+        stored = _with_published_names(load_file(f"{folder}/model.safetensors"))
         is_scale = {name: array.ndim == 1 and array[0] == 1 for name, array in stored.items()}
         centers = {name: 1.0 for name in stored if is_scale[name]}
         fixed = {name: array.tolist() for name, array in stored.items() if _is_fixed(name)}
@@ -434,7 +620,24 @@ def _gradients_as_stored(model: Any) -> dict[str, np.ndarray]:
             parameter.copy_(parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
+        return _with_published_names(load_file(f"{folder}/model.safetensors"))
+
+
+def _with_published_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns tensors with the names of published files, which transformers reads.
+
+    It writes the norm of OLMo hybrid's attention under the name of another one, and dense layers of
+    Kimi Linear under the name of those with experts.
+    """
+
+    def published(name: str) -> str:
+        layer, found, end = name.partition(".feedforward_layer_norm.")
+        is_of_attention = found and f"{layer}.self_attn.q_proj.weight" in arrays
+        if is_of_attention:
+            return f"{layer}.post_attention_layernorm.{end}"
+        return _KIMI_DENSE.sub(r"mlp.\1_proj.", name)
+
+    return {published(name): array for name, array in arrays.items()}
 
 
 @contextlib.contextmanager
@@ -443,6 +646,7 @@ def _float64_throughout() -> Iterator[None]:
     import torch  # pyright: ignore[reportMissingImports]
 
     convert = torch.Tensor.to
+    convert_type = torch.Tensor.type
     softmax = torch.nn.functional.softmax
 
     def to(tensor, *arguments, **keywords):
@@ -451,11 +655,16 @@ def _float64_throughout() -> Iterator[None]:
             keywords["dtype"] = torch.float64
         return convert(tensor, *arguments, **keywords)
 
+    def as_type(tensor, dtype=None):
+        dtype = torch.float64 if dtype is torch.float32 else dtype
+        return convert_type(tensor) if dtype is None else convert_type(tensor, dtype)
+
     def exact_softmax(scores, dim, dtype=None):
         return softmax(scores, dim=dim, dtype=torch.float64)
 
     with (
         mock.patch.object(torch.Tensor, "to", to),
+        mock.patch.object(torch.Tensor, "type", as_type),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
         mock.patch.object(torch.nn.functional, "softmax", exact_softmax),
     ):
