@@ -15,8 +15,8 @@ def parameter_table(
     """Returns a table of parameters; repeated layers share a row.
 
     Args:
-      parameters: Name -> an object with `shape` and `dtype`. Those with an `update_rule` are marked:
-        no optimizer trains them.
+      parameters: Name -> an object with `shape` and `dtype`. Those with an `update_rule` are
+        marked: no optimizer trains them.
       sharding_of: Name -> a description of the parameter's sharding, for one more column.
     """
     groups: dict[tuple[str, int, str], list[str]] = {}

@@ -107,7 +107,7 @@ def _row(key: Key) -> str:
 def built_in_yml() -> str:
     """Returns layers/built_in.yml: the parts registered in the package."""
     parts: dict[str, dict[str, str]] = {kind: {} for kind in registry.KINDS}
-    for package in ("layers", "training"):
+    for package in ("layers", "training", "input_pipeline"):
         for path in (PACKAGE / package).rglob("*.py"):
             module = ".".join(["MaxText", *path.relative_to(PACKAGE).with_suffix("").parts])
             for kind, name, target in _registered_in(path, module):

@@ -363,7 +363,7 @@ def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
             registered = registration(kind, name)
             if registered.checks_itself and (issue := _part_issue(registered, base_class, layer)):
                 return issue
-    registered = registration("objective", config.model.objective.loss_type)
+    registered = registration("objective", config.model.objective.name)
     if not registered.checks_itself:
         return None
     if not isinstance(registered.load(), type):
@@ -421,6 +421,35 @@ def _part_issue(
             message=f"mixer={registered.name} has one input, and dense_conn=true makes several",
             remedies=("dense_streams=[r]",),
             keys=("mixer", "dense_streams"),
+        )
+    return None
+
+
+@rule("mtp_num_layers", "loss_type", "causal", "hidden_size_per_layer_input")
+def _further_tokens_can_be_predicted(config: Config) -> ConfigIssue | None:
+    objective = config.model.objective
+    if objective.name != "multi_token_prediction":
+        return None
+    if objective.mtp_num_layers == 0:
+        return ConfigIssue(
+            message="loss_type=multi_token_prediction predicts mtp_num_layers=0 further tokens",
+            remedies=("mtp_num_layers=1", "loss_type=cross_entropy"),
+            keys=("loss_type", "mtp_num_layers"),
+        )
+    if not config.model.attention.causal:
+        return ConfigIssue(
+            message=f"mtp_num_layers={objective.mtp_num_layers} predicts tokens that "
+            "causal=false lets each position attend to",
+            remedies=("causal=true", "mtp_num_layers=0"),
+            keys=("mtp_num_layers", "causal"),
+        )
+    width = config.model.embedding.hidden_size_per_layer_input
+    if width > 0:
+        return ConfigIssue(
+            message=f"mtp_num_layers={objective.mtp_num_layers} adds layers, and "
+            f"hidden_size_per_layer_input={width} has embeddings only for those of the model",
+            remedies=("hidden_size_per_layer_input=0", "mtp_num_layers=0"),
+            keys=("mtp_num_layers", "hidden_size_per_layer_input"),
         )
     return None
 

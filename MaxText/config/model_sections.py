@@ -165,22 +165,39 @@ class HeadConfig(Section):
         return "head_qk" if self.head_qk else "linear"
 
 
+_MULTI_TOKEN = "multi_token_prediction"
+_CROSS_ENTROPIES = ["cross_entropy", _MULTI_TOKEN]
+
+
 class ObjectiveConfig(Section):
     """Training objective."""
 
     loss_type: Annotated[str, Name("objective")] = key("cross_entropy")
     """entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; GPT-Neo:
     entmax_loss). lm_loss beside it is the cross entropy of softmax(logits); decode with
-    decode_filters.entmax_alpha."""
+    decode_filters.entmax_alpha. multi_token_prediction: what cross_entropy becomes with
+    mtp_num_layers > 0."""
     entmax_alpha: float = key(1.3, ge=1, le=2, only_if={"loss_type": "entmax"})
     """Alpha, from 1 (softmax) to 2 (sparsemax)."""
-    z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": "cross_entropy"})
+    mtp_num_layers: Natural = key(0, only_if={"loss_type": _CROSS_ENTROPIES})
+    """Multi-token prediction: further tokens that each position predicts, every one with a block of
+    its own, which inference does not use (DeepSeek-V3, section 2.2); 0 disables."""
+    mtp_loss_scaling_factor: NonNegative = key(0.1, only_if={"mtp_num_layers": OtherThan((0,))})
+    """Factor of the mean cross entropy of these tokens in the loss (DeepSeek-V3: 0.3, then 0.1)."""
+    z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": _CROSS_ENTROPIES})
     """Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section 5).
     Entmax has no normalizer."""
     num_vocab_tiling: Count = key(1)
     """Sequence chunks in which logits and loss are computed, so that [B,T,V] is never
     materialized."""
     parts: ObjectiveParts = ObjectiveParts()
+
+    @property
+    def name(self) -> str:
+        """The registered objective that loss_type and mtp_num_layers choose."""
+        if self.loss_type == "cross_entropy" and self.mtp_num_layers > 0:
+            return _MULTI_TOKEN
+        return self.loss_type
 
 
 _DROPS_PATHS = {"drop_path": OtherThan((0,))}
@@ -527,11 +544,12 @@ class LayerConfig(NamedTuple):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Mixer, feed-forward and projection, if derived from Part."""
-        names = {
-            "mixer": self.config.block.mixer,
-            "feed_forward": self.config.feed_forward.feed_forward_type,
-            "projection": self.config.attention.attention_projections,
-        }
-        parts = [lookup(kind, name) for kind, name in names.items()]
+        """Mixers, feed-forward and projection, if derived from Part."""
+        names = (
+            ("mixer", self.config.block.mixer),
+            ("mixer", self.config.block.parallel_mixer),
+            ("feed_forward", self.config.feed_forward.feed_forward_type),
+            ("projection", self.config.attention.attention_projections),
+        )
+        parts = [lookup(kind, name) for kind, name in names]
         return tuple(part for part in parts if hasattr(part, "slots_problem"))

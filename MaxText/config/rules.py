@@ -9,6 +9,7 @@ from MaxText.config.axis_rules import MESH_AXES, NETWORKS, default_rules, size_k
 from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_rules import undivided_lengths
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
+from MaxText.config.probe_section import ProbeKeys
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
 from MaxText.config.registry import registration
 from MaxText.config.rule import RULES, rule
@@ -300,6 +301,31 @@ def _data_is_named(config: Config) -> ConfigIssue | None:
         ),
         keys=("dataset_path", "grain_train_files", "dataset_type"),
     )
+
+
+@rule("probe", "probe_size", "probe_test_size", "max_target_length", "vocab_size", "dataset_type")
+def _probe_fits(config: Config) -> ConfigIssue | None:
+    if config.data.dataset_type != "probe":
+        return None
+    probe = config.data.parts.named("data_source.probe")
+    assert isinstance(probe, ProbeKeys)
+    shape = config.model.shape
+    size = max(probe.probe_size, probe.probe_test_size)
+    if probe.num_tokens > shape.max_target_length:
+        return ConfigIssue(
+            message=f"probe={probe.probe} of size {size} takes {probe.num_tokens} tokens, and "
+            f"max_target_length={shape.max_target_length}",
+            remedies=(f"max_target_length={probe.num_tokens}",),
+            keys=("probe_size", "probe_test_size", "max_target_length"),
+        )
+    if probe.num_ids > shape.vocab_size:
+        return ConfigIssue(
+            message=f"probe={probe.probe} of size {size} needs {probe.num_ids} ids, and "
+            f"vocab_size={shape.vocab_size}",
+            remedies=(f"vocab_size={probe.num_ids}",),
+            keys=("probe", "vocab_size"),
+        )
+    return None
 
 
 @rule("eval_interval", "grain_eval_files", "grain_train_files", programs=("train",))

@@ -60,6 +60,11 @@ class Config(Section):
     monitoring: training_sections.MonitoringConfig = training_sections.MonitoringConfig()
     guard: training_sections.GuardConfig = training_sections.GuardConfig()
 
+    @property
+    def counts_correct(self) -> bool:
+        """Whether evaluation counts targets that are the argmax: masked tokens, probes."""
+        return self.masking.mlm_training or self.data.dataset_type == "probe"
+
 
 @dataclasses.dataclass(frozen=True)
 class Key:

@@ -55,6 +55,8 @@ def token_ids(subject: SourceSubject) -> str | None:
     for index, document in enumerate(subject.documents()):
         num_tokens += len(document.tokens)
         largest = int(document.tokens.max(initial=-1))
+        if document.labels is not None:
+            largest = max(largest, int(document.labels.max(initial=-1)))
         if largest >= vocab_size:
             return f"document {index} has the id {largest}, and vocab_size={vocab_size}"
     return None if num_tokens else f"the first {_NUM_DOCUMENTS} documents have no token"
@@ -76,9 +78,8 @@ def is_deterministic(subject: SourceSubject) -> str | None:
 def _are_equal(first: Document, second: Document) -> bool:
     if not np.array_equal(first.tokens, second.tokens):
         return False
-    if first.loss_mask is None or second.loss_mask is None:
-        return first.loss_mask is second.loss_mask
-    return np.array_equal(first.loss_mask, second.loss_mask)
+    arrays = [(first.loss_mask, second.loss_mask), (first.labels, second.labels)]
+    return all(one is other if one is None else np.array_equal(one, other) for one, other in arrays)
 
 
 def lengths(subject: SourceSubject) -> str | None:

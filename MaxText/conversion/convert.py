@@ -147,6 +147,12 @@ def _to_folder(request: ConvertArgs, source: _Source, log: Log) -> None:
     tokenizer = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
+    left_out = hf_export.weights_left_out(family, folded)
+    if left_out:
+        log(
+            f"note: {family.model_type} has no multi-token prediction: {left_out:,} weights, which "
+            "only training reads, are left out"
+        )
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
         copied = []

@@ -504,6 +504,25 @@ def divided_by(name: str, divisor: str) -> Computed:
     return lambda config: config[name] // config[divisor]
 
 
+# First part of the names of parameters in rows of PredictionLayers.
+DEPTH = "depth"
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionLayers:
+    """Tensors of multi-token prediction, which has a further layer for each depth.
+
+    {layer} is the number of that layer: those of the model come before.
+    """
+
+    in_layer: str  # prefix of the tensors of its block, in place of Family.in_layer
+    # Rows of what a depth has besides its block. Parameters begin with `depth/`.
+    rows: Rows
+    # Tensors that repeat another one, with its parameter: of a tied head, that of the token table.
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    most: int | None = None  # depths that the format has names for; None for any number
+
+
 ConfigChange = Callable[[JsonObject], JsonObject]
 
 
@@ -527,6 +546,7 @@ class Family:
     # Prefixes of tensors of parts that are not read; an import names them. They may have
     # {num_layers}, as in the names of rows.
     skipped: tuple[str, ...] = ()
+    prediction: PredictionLayers | None = None  # None: no names for multi-token prediction
     # Scalar tensors, by name, that hold numbers of the architecture: no parameters here.
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_transformers: bool = True  # whether transformers has the class

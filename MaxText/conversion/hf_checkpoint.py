@@ -224,6 +224,7 @@ _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
+    "mtp.": "mtp.",  # multi-token prediction, of the text
 }
 
 

@@ -8,6 +8,7 @@ inside gelu, and the norm cancels any factor of the keys, so folding is impossib
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -76,19 +77,13 @@ def write_folder(
         specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
         sizes[kind.name] += specs[tensor.name].size * kind.itemsize
 
-    constants = family.constant_tensors(weights.config.model.shape.dimensions.num_layers)
     constant_dtype = np.dtype(dtype or jnp.result_type(*weights.formats.values()))
-    for name in constants:
-        specs[name] = jax.ShapeDtypeStruct((), constant_dtype)
-
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for names, group in tensor_map.groups.items():
-            arrays = [weights.read(name) for name in names]
-            for tensor in group:
-                joined = tensor.join(arrays)
-                yield tensor.name, _cast(tensor.name, joined, specs[tensor.name].dtype)
-        for name, value in constants.items():
-            yield name, np.array(value, constant_dtype)
+    constants = {
+        name: np.array(value, constant_dtype)
+        for name, value in family.constant_tensors(len(weights.config.model.layers)).items()
+    }
+    specs |= {name: jax.ShapeDtypeStruct((), constant_dtype) for name in constants}
+    specs |= {name: specs[repeated] for name, repeated in tensor_map.copies.items()}
 
     # Without these, transformers defaults to the ids of its own tokenizers.
     id_names = _TOKEN_IDS if family.has_model_type else token_ids
@@ -105,10 +100,39 @@ def write_folder(
         ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
         write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
         names.append(GENERATION_CONFIG)
-    files = write_safetensors(folder, specs, tensors(), max_shard_bytes)
+    tensors = itertools.chain(_tensors(tensor_map, weights, specs), constants.items())
+    files = write_safetensors(folder, specs, tensors, max_shard_bytes)
     if len(files) > 1:
         files = [f"{len(files)} files of tensors and their index"]
     return [*names, *files]
+
+
+def _tensors(
+    tensor_map: TensorMap, weights: WeightSource, specs: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the names and values of tensors, also of those that repeat another one.
+
+    Args:
+      tensor_map: Of the family and the model.
+      weights: Of the model.
+      specs: The dtype of each tensor.
+    """
+    repeated_as = collections.defaultdict(list)
+    for name, repeated in tensor_map.copies.items():
+        repeated_as[repeated].append(name)
+    for names, group in tensor_map.groups.items():
+        arrays = [weights.read(name) for name in names]
+        for tensor in group:
+            joined = tensor.join(arrays)
+            cast = _cast(tensor.name, joined, specs[tensor.name].dtype)
+            for name in (tensor.name, *repeated_as[tensor.name]):
+                yield name, cast
+
+
+def weights_left_out(family: Family, weights: WeightSource) -> int:
+    """Returns the number of weights that the format has no tensors for, read only by training."""
+    parameters = weights.model.parameters
+    return sum(parameters[name].size for name in TensorMap(family, weights.model).left_out)
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:

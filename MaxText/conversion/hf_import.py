@@ -1,5 +1,6 @@
 """Weights of Hugging Face and fattorib/transformer, by their tables."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ import numpy as np
 from etils import epath
 from flax import serialization, traverse_util
 
+from MaxText.checkpointing.checkpoint_reader import OBJECTIVE
 from MaxText.checkpointing.compatibility import ArraySpec
+from MaxText.config import schema
 from MaxText.config.loading import load_config
 from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.model_sections import LayerConfig
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config, flatten
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
-from MaxText.conversion.family import Family, WeightMapping, numbered
+from MaxText.conversion.family import DEPTH, Family, WeightMapping, numbered
 from MaxText.conversion.hf_checkpoint import (
     CONFIG,
     TensorFiles,
@@ -38,6 +42,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.part import Part
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.storage.paths import parse_path
+from MaxText.training.model_objective import own_layers
 
 
 class MappedTensor(NamedTuple):
@@ -74,6 +79,8 @@ class TensorMap:
       groups: Maps parameters to the tensors they share, layer by layer; converting one needs all of
         the other.
       sources: Maps a parameter to its tensors: one, or one per layer and expert.
+      copies: Maps names of tensors to those that they repeat.
+      left_out: Weights of multi-token prediction without tensors, which only training reads.
     """
 
     def __init__(self, family: Family, model: Model, rows: Sequence[WeightMapping] | None = None):
@@ -81,8 +88,9 @@ class TensorMap:
         self.family = family
         self.model = model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
-        self._layers = model.config.layers
-        self._num_layers = len(self._layers)
+        self._num_layers = len(model.config.layers)
+        # Those of multi-token prediction follow those of the model.
+        self._layers = (*model.config.layers, *self._prediction_layers())
         if rows is None:
             for row, layer in self._declared():
                 self._add(row, layer, self._stored(row, layer))
@@ -92,8 +100,15 @@ class TensorMap:
                 stored = self._stored(row, layer)
                 if stored[0] not in declared and self._fits(row, layer, stored):
                     self._add(row, layer, stored)
+        for layer in range(self._num_layers, len(self._layers)):
+            for row in self._prediction_rows():
+                stored = self._stored(row, layer)
+                if stored[0] not in declared and self._fits(row, layer, stored):
+                    self._add(row, layer, stored)
         self.sources = {name: group for names, group in self.groups.items() for name in names}
-        unknown = sorted(set(model.parameters) - set(self.sources))
+        self.copies = dict(self._copies())
+        self.left_out = self._without_names()
+        unknown = sorted(set(model.parameters) - set(self.sources) - self.left_out)
         if unknown:
             raise UserError(
                 f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
@@ -102,19 +117,70 @@ class TensorMap:
             )
         assert sum(map(len, self.groups)) == len(self.sources), "the table has arrays twice"
 
+    def _prediction_layers(self) -> tuple[LayerConfig, ...]:
+        """Returns the layers of multi-token prediction, if the format has names for them."""
+        layers = own_layers(self.model.config) if self._predicts_tokens else ()
+        table = self.family.prediction
+        if table is None:
+            return ()
+        if table.most is not None and len(layers) > table.most:
+            raise UserError(
+                f"mtp_num_layers={len(layers)}: the format {self.family.model_type} has names for "
+                f"{table.most} layer of multi-token prediction."
+            )
+        return layers
+
+    @property
+    def _predicts_tokens(self) -> bool:
+        """Whether the objective is multi-token prediction."""
+        return self.model.config.objective.name == "multi_token_prediction"
+
+    def _prediction_rows(self) -> Iterator[WeightMapping]:
+        """Yields the rows of a layer of multi-token prediction."""
+        table = self.family.prediction
+        assert table is not None, "there are no such layers"
+        yield from table.rows
+        for row in self.family.rows:
+            if row.in_layers:
+                hf_name = row.hf_name.replace(self.family.in_layer, table.in_layer, 1)
+                yield dataclasses.replace(row, hf_name=hf_name, legacy_names=())
+
+    def _in_layer_prefix(self, layer: int) -> str:
+        """Returns the prefix of a layer's tensors, with placeholders."""
+        if layer < self._num_layers or self.family.prediction is None:
+            return self.family.in_layer
+        return self.family.prediction.in_layer
+
+    def _copies(self) -> Iterator[tuple[str, str]]:
+        """Yields the names of tensors that repeat another one, with that one's."""
+        table = self.family.prediction
+        for layer in range(self._num_layers, len(self._layers)):
+            for name, param in {} if table is None else table.copies.items():
+                repeated = self.sources.get(param) or self.sources["token_embedder/embedding"]
+                yield numbered(name, self._num_layers, layer), repeated[0].name
+
+    def _without_names(self) -> set[str]:
+        """Returns the weights of multi-token prediction, if the format has no names for them."""
+        if self.family.prediction is not None or not self._predicts_tokens:
+            return set()
+        return {name for name in self.model.parameters if name.startswith(f"{OBJECTIVE}/")}
+
     def _declared(self) -> Iterator[tuple[WeightMapping, int]]:
         """Yields rows that parts of the layers declare (`hugging_face_names`), with the layer."""
-        for layer, layer_config in enumerate(self.model.config.layers):
+        for layer, layer_config in enumerate(self._layers):
             feed_forward_type = layer_config.config.feed_forward.feed_forward_type
             hf_names = _declared_names("self_attention", mixer_class(layer_config))
             hf_names |= _declared_names("mlp", lookup("feed_forward", feed_forward_type))
             for name, hf_name in hf_names.items():
-                stored_name, _ = self.model.stored(layer, name)
+                stored_name, _ = self._stored_array(f"layers/{name}", layer)
                 spec = self.model.parameters.get(stored_name)
                 if spec is not None:
                     hf_axes, param_axes = _linear(spec)
                     row = WeightMapping(
-                        self.family.in_layer + hf_name, f"layers/{name}", hf_axes, param_axes
+                        self._in_layer_prefix(layer) + hf_name,
+                        f"layers/{name}",
+                        hf_axes,
+                        param_axes,
                     )
                     yield row, layer
 
@@ -127,7 +193,12 @@ class TensorMap:
         name = numbered(template, self._num_layers, layer)
         index = None
         folder, _, within = name.partition("/")
-        if folder == "layers":
+        depth = f"{OBJECTIVE}/depths/{layer - self._num_layers}"
+        if folder == DEPTH:
+            name = f"{depth}/{within}"
+        elif folder == "layers" and layer >= self._num_layers:
+            name = f"{depth}/block/{within}"
+        elif folder == "layers":
             name, index = self.model.stored(layer, within)
         return name, () if index is None else (index,)
 
@@ -218,7 +289,7 @@ class TensorMap:
         """
         return {
             name: common_format(stored[tensor.name] for tensor in self.sources[name])
-            for name in self.model.parameters
+            for name in self.sources
         }
 
     def array(self, name: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -271,11 +342,18 @@ class HFWeights(WeightSource):
       notes: Lines for the user on how the folder was read.
     """
 
-    def __init__(self, folder: Path, user_keys: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        user_keys: Mapping[str, Any] | None = None,
+        *,
+        prediction_layers: int = 0,
+    ):
         """Reads config.json and tensor shapes; UserError if they do not fit.
 
         Args:
           user_keys: Keys that override config.json.
+          prediction_layers: Layers of multi-token prediction to read, if the files have as many.
         """
         self.folder = folder
         self.notes: list[str] = []
@@ -284,15 +362,20 @@ class HFWeights(WeightSource):
         self.config_json = text_model(config_json)
         self._is_multimodal = self.config_json is not config_json
         self.description = f"{folder} ({self.family.architecture})"
-        self._build_model(user_keys or {})
+        user_keys = user_keys or {}
+        self._build_model(user_keys)
         self.files = TensorFiles(folder, self.config_json)
+        if self._has_prediction_layers(prediction_layers):
+            user_keys = {**user_keys, "mtp_num_layers": prediction_layers}
+            self._build_model(user_keys)
         self._names = self._match()
         warning = self._warning_of_tied_head()
         if warning:
             self.config_json = {**self.config_json, _TIED: False}
-            self._build_model(user_keys or {})
+            self._build_model(user_keys)
             self._names = self._match()
             self.notes.append(warning)
+        self._check_copies()
         self._stored_formats = {
             name: self.files.found[file_name].dtype for name, file_name in self._names.items()
         }
@@ -308,6 +391,33 @@ class HFWeights(WeightSource):
         resolved = flatten(self.config)
         self.keys = {name: resolved[name] for name in (ALIASES.get(key, key) for key in keys)}
         self.map = TensorMap(self.family, self.model)
+        if self.map.left_out:
+            count = self.config.model.objective.mtp_num_layers
+            raise UserError(
+                f"{self.folder}: mtp_num_layers={count}, and the format "
+                f"{self.family.model_type} has no multi-token prediction.\n"
+                "  What to do: import it without mtp_num_layers, and set it in training."
+            )
+
+    def _has_prediction_layers(self, count: int) -> bool:
+        """Returns whether the files have that many layers of multi-token prediction."""
+        table = self.family.prediction
+        if count == 0 or table is None or (table.most is not None and count > table.most):
+            return False
+        num_layers = self.model.config.shape.dimensions.num_layers
+        last = {numbered(row.hf_name, num_layers, num_layers + count - 1) for row in table.rows}
+        return not last.isdisjoint(self.files.found)
+
+    def _check_copies(self) -> None:
+        """Refuses a layer of multi-token prediction with a token table or head of its own."""
+        for name, repeated in self.map.copies.items():
+            if name not in self.files.found:
+                continue
+            if not np.array_equal(self.files.read(name), self._read_tensor(repeated)):
+                raise UserError(
+                    f"{self.folder}: {name} differs from {repeated}. Multi-token prediction shares "
+                    "the token table and the head with the model here."
+                )
 
     def _match(self) -> dict[str, str]:
         """Returns the names in the files of the tensors that the model needs."""
@@ -334,7 +444,8 @@ class HFWeights(WeightSource):
         ignored = {
             name for name in extra_names if name in heads or name.endswith(self.family.ignored)
         }
-        ignored |= self._skip_parts(extra_names)
+        ignored |= self.map.copies.keys() & extra_names
+        ignored |= self._skip_parts(extra_names - ignored)
         constants = self.family.constant_tensors(self.model.config.shape.dimensions.num_layers)
         for name in extra_names & constants.keys():
             self._check_constant(file_names[name], constants[name])
@@ -466,7 +577,13 @@ def open_hf_weights(
     if config_flat["position_embedding"] != "learned":
         # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
         user_keys["max_target_length"] = config_flat["max_target_length"]
-    weights = HFWeights(resolve_hf_path(path, key), user_keys)
+    count = len(own_layers(schema.unflatten(config_flat).model))
+    folder = resolve_hf_path(path, key)
+    weights = HFWeights(folder, user_keys, prediction_layers=count)
+    if count and not own_layers(weights.config.model):
+        weights.notes.append(
+            f"note: {folder} does not hold the weights of mtp_num_layers={count}: they are drawn"
+        )
     stored_flat = flatten(weights.config)
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}
 

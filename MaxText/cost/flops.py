@@ -52,8 +52,8 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.feed_forward.moe import expert_capacity
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.part import Flops, Part
-from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.training.model_objective import objective_class
+from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
+from MaxText.training.model_objective import objective_class, objective_config, own_layers
 from MaxText.training.objective import abstract_loss_sums
 from MaxText.value_types import PyTree
 
@@ -186,7 +186,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         sequence_length: T, on which products between tokens depend.
     """
     entries = list(_entries(model, sequence_length))
-    entries += _second_head_pass(model, entries)
+    entries += _further_head_passes(model, entries)
     parameters_by_row: collections.Counter[str] = collections.Counter()
     for spec in model.parameters.values():
         parameters_by_row[spec.row] += spec.size
@@ -240,7 +240,7 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
         yield _WeightFlops("head", "head", Flops(table, table), is_declared=False)
     for row in ("attention scores", "attention values"):
         yield _WeightFlops("layers", row, Flops(0.0, 0.0))
-    for layer in config.layers:
+    for layer in (*config.layers, *own_layers(config)):
         feed_forward = lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
         for branch, part in (("self_attention", mixer_class(layer)), ("mlp", feed_forward)):
             is_last = branch in block_class(layer).not_recomputed
@@ -257,17 +257,30 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
         yield from _declared("objective", objective, head_layer, length)
 
 
-def _second_head_pass(model: Model, entries: Sequence[_WeightFlops]) -> Iterator[_WeightFlops]:
-    """Yields the FLOPs of the head for a cross entropy that is reported and not minimized.
+def _further_head_passes(model: Model, entries: Sequence[_WeightFlops]) -> Iterator[_WeightFlops]:
+    """Yields the FLOPs of the passes of the head that an objective causes besides the first one.
 
-    An objective that reads the model may return none, and then the head runs once more, without a
-    backward pass. The MFU rule does not count it.
+    They are those that it declares, and one more for a cross entropy that is reported and not
+    minimized, which has no backward pass, and which the MFU rule does not count.
     """
-    if objective_class(model.config) is None or abstract_loss_sums(model).nats is None:
+    objective = objective_class(model.config)
+    if objective is None:
         return
-    executed = sum(entry.flops.hardware_flops or 0.0 for entry in entries if entry.owner == "head")
-    flops = Flops(by_rule=0.0, hardware_flops=executed, backward=0)
-    yield _WeightFlops("objective", "lm_loss", flops)
+    of_head = [entry.flops for entry in entries if entry.owner == "head"]
+    by_rule = sum(flops.by_rule for flops in of_head)
+    executed = sum(flops.hardware_flops or 0.0 for flops in of_head)
+    repeated = executed - sum(flops.kept for flops in of_head)
+    if num_passes := objective.num_head_passes(objective_config(model.config)):
+        in_chunks = model.config.objective.num_vocab_tiling > 1
+        flops = Flops(
+            by_rule=num_passes * by_rule,
+            hardware_flops=num_passes * executed,
+            recomputed=num_passes * repeated if in_chunks else 0.0,
+        )
+        yield _WeightFlops("objective", "further heads", flops)
+    if abstract_loss_sums(model).nats is not None:
+        flops = Flops(by_rule=0.0, hardware_flops=executed, backward=0)
+        yield _WeightFlops("objective", "lm_loss", flops)
 
 
 def _declared(
@@ -287,7 +300,10 @@ def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[
     if config.block.share_layer_params and spec.owner == "layers":
         times = config.shape.dimensions.num_layers
     dense_flops = 2 * times * spec.size
-    if "exp" not in spec.logical_axes or (layer := model.layer_of(name)) is None:
+    layer = model.layer_of(name)
+    if spec.owner == OBJECTIVE_LAYERS:
+        layer = next(iter(own_layers(config)), None)
+    if "exp" not in spec.logical_axes or layer is None:
         return dense_flops, dense_flops
     experts = layer.config.mixture_of_experts
     visited_flops = dense_flops * experts.num_experts_per_tok / experts.num_experts
@@ -302,7 +318,7 @@ def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float |
     policy = config.memory.remat_policy
     if policy not in ("none", "full"):
         return None
-    owners = ("layers", "connections") if policy == "full" else ()
+    owners = ("layers", "connections", OBJECTIVE_LAYERS) if policy == "full" else ()
     if config.objective.num_vocab_tiling > 1:
         owners += ("head", "objective")
     recomputed_flops = 0.0

@@ -79,7 +79,7 @@ def score_data_set(
     """
     per_device = config.evaluation.eval_per_device_batch_size
     batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
-    step = _CompiledScoreStep(trained, batch_size, count_correct=config.masking.mlm_training)
+    step = _CompiledScoreStep(trained, batch_size, count_correct=config.counts_correct)
     return [_score_source(source, step, text_bytes, config, log) for source in opened or [None]]
 
 

@@ -92,9 +92,9 @@ def load_model(
     params = jax.block_until_ready(pretrained.read())
     if params.keys() != model.abstract.keys():
         raise UserError(
-            f"{pretrained.folder} has no weights of the objective loss_type="
-            f"{model_config.objective.loss_type}: it was trained with another one, which is used "
-            "if you do not set loss_type"
+            f"{pretrained.folder} has no weights of the objective "
+            f"{model_config.objective.name}: it was trained with another one, which is used if you "
+            "do not set loss_type and mtp_num_layers"
         )
     print_notices(import_modules.changes(pretrained.metadata))
     log(

@@ -42,20 +42,23 @@ __all__ = [
 
 
 class Document(NamedTuple):
-    """A document, or a record, with a loss mask.
+    """A document, or a record, with a loss mask or labels.
 
     Attributes:
       tokens: Token ids [n], of an integer dtype.
       loss_mask: bool [n], whether each token counts as a target. The first token of a document is
         never a target. None counts all.
+      labels: Of a record: int [n], the id to predict at each position, negative for none. None
+        predicts the next token.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
 
 TokenIds = np.ndarray | Sequence[int] | Document
-"""What sources return: ids [n], alone or with a loss mask."""
+"""What sources return: ids [n], alone or with a loss mask or labels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +92,12 @@ class DataSource:
       context: What the run tells it.
       pad_id: Id that fills sequences.
       has_loss_mask: Whether it returns a `Document` with a loss mask.
+      has_labels: Whether it returns a `Document` with labels; only a RecordSource can.
     """
 
     pad_id: int = 0
     has_loss_mask: bool = False
+    has_labels: bool = False
 
     def __init__(self, config: Any, context: SourceContext):
         """Keeps the arguments; override it to open files, and call it first.
@@ -130,8 +135,9 @@ class RecordSource(DataSource, abc.ABC):
     """Training sequences by index: a pure function of the index and the keys.
 
     A record has up to T + 1 tokens for T = `context.sequence_length`: the inputs are all but the
-    last, the targets all but the first. A shorter one is padded. Records are never joined or split,
-    so nothing is read in advance, and there may be up to 2^32 - 1.
+    last, the targets all but the first. With labels it has up to T. A shorter one is padded.
+    Records are never joined or split, so nothing is read in advance, and there may be up to
+    2^32 - 1.
     """
 
     @abc.abstractmethod

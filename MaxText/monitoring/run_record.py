@@ -110,7 +110,11 @@ class RunHistory:
         """Description of the loss; losses of different kinds are not comparable."""
         objective = str(self.config.get("loss_type", "cross_entropy"))
         alpha = self.config.get("entmax_alpha")
-        names = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
+        names = {
+            "cross_entropy": "cross-entropy",
+            "multi_token_prediction": "cross-entropy",  # that of the next token
+            "entmax": f"entmax, alpha {alpha}",
+        }
         return self._kind(names.get(objective, objective))
 
     @property

@@ -26,6 +26,9 @@ HIDDEN = ("activation_batch", "activation_norm_length", "activation_embed")
 BRANCH_INPUT = ("activation_batch", "activation_length", "activation_embed")
 
 
+OBJECTIVE_LAYERS = "layers of the objective"  # owner of weights of an objective's own layers
+
+
 class ParamSpec(NamedTuple):
     """Metadata of a parameter of the abstract model."""
 
@@ -34,7 +37,8 @@ class ParamSpec(NamedTuple):
     logical_axes: tuple[str | None, ...]
     num_input_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
     used_in: jnp.dtype | None = None  # dtype that it is always read in; None if that may differ
-    owner: str = "layers"  # attribute of the decoder: "layers", "connections", "head", ...
+    # Attribute of the decoder: "layers", "connections", "head", ...; or OBJECTIVE_LAYERS.
+    owner: str = "layers"
     row: str = ""  # of the FLOPs table (layers/part.py)
     is_recomputed: bool = True  # whether remat of its owner recomputes its product
     # Updates it in place of the optimizer (params.UpdateRule); None if the optimizer trains it.

@@ -219,7 +219,8 @@ class LearningChecks:
                 "experts",
                 self._newest_step,
                 f"some experts got no token in the whole run, so they did not learn: "
-                f"{_listed(idle)}. Raise load_balance_loss_weight, set routed_bias, or train on more tokens",
+                f"{_listed(idle)}. Raise load_balance_loss_weight, set routed_bias, or train on "
+                "more tokens",
             )
 
     def finish(self, state: TrainState) -> None:

@@ -146,7 +146,7 @@ def train(
         frozen,
     )
     eval_step = sharding.jit(
-        make_eval_step(model, count_correct=config.masking.mlm_training),
+        make_eval_step(model, count_correct=config.counts_correct),
         compiler_options=setup.compiler_options or None,
     )
 

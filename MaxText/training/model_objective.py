@@ -15,7 +15,7 @@ Legend: B sequences, T tokens, b sequences and t tokens of a chunk, D emb_dim, V
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
 from MaxText.layers.part import Part, PartConfig
-from MaxText.layers.part_scalars import Losses
+from MaxText.layers.part_scalars import Losses, Scalars
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.value_types import PyTree, Tree
@@ -48,6 +48,10 @@ class ObjectiveSums(NamedTuple):
 
     losses: Losses  # the sum of their means is minimized
     metrics: Losses = {}  # reported beside them  # noqa: RUF012
+    # What layers of its own return beside their outputs. It is added to what those of the model
+    # return under the same names.
+    layer_scalars: Scalars = {}  # noqa: RUF012
+    log_z: jax.Array | None = None  # weighted sum of log(Z) at the targets; reported as `log_z`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,9 +154,14 @@ class Objective(Part):
     attribute.
 
     `config` of `__init__` and of class methods is the objective's own keys, or else the model's.
+
+    Attributes:
+      layer_attributes: Own attributes that hold layers: computed outside of `in_chunks`, and
+        rematerialized as those of the model are (`apply_remat`).
     """
 
     rows = "objective"
+    layer_attributes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def config_of(cls, layer: LayerConfig) -> PartConfig:
@@ -196,6 +205,24 @@ class Objective(Part):
         return {}
 
     @classmethod
+    def own_layers(cls, config: PartConfig) -> tuple[LayerConfig, ...]:
+        """Returns keys and sizes of the layers of its own, to count the FLOPs of their parts.
+
+        Args:
+          config: Its own keys, or else the model's.
+        """
+        return ()
+
+    @classmethod
+    def num_head_passes(cls, config: PartConfig) -> int:
+        """Returns how often it applies the model's head, besides once to what the head reads.
+
+        Args:
+          config: Its own keys, or else the model's.
+        """
+        return 0
+
+    @classmethod
     def frozen_models(cls, config: PartConfig) -> dict[str, PretrainedModel]:
         """Returns the models that it reads and does not train, by name.
 
@@ -207,7 +234,7 @@ class Objective(Part):
 
 def objective_class(config: ModelConfig) -> type[Objective] | None:
     """Returns the class of a model's objective; None if it is a function of logits."""
-    objective = lookup("objective", config.objective.loss_type)
+    objective = lookup("objective", config.objective.name)
     return objective if isinstance(objective, type) else None
 
 
@@ -216,6 +243,12 @@ def objective_config(config: ModelConfig) -> PartConfig:
     objective = objective_class(config)
     assert objective is not None
     return objective.config_of(LayerConfig(config, config.shape.dimensions))
+
+
+def own_layers(config: ModelConfig) -> tuple[LayerConfig, ...]:
+    """Returns keys and sizes of the layers of a model's objective."""
+    objective = objective_class(config)
+    return () if objective is None else objective.own_layers(objective_config(config))
 
 
 def frozen_models(config: ModelConfig) -> dict[str, PretrainedModel]:

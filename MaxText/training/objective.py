@@ -24,7 +24,7 @@ from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.lowering.head_and_loss import head_gradients_first, target_logits
 from MaxText.layers.params import Params
 from MaxText.layers.part_outputs import check, describe
-from MaxText.layers.part_scalars import Losses, Metric, Scalars, Statistic
+from MaxText.layers.part_scalars import Losses, Metric, Scalars, Statistic, add_scalars
 from MaxText.training.metric_names import IN_NATS, name_problem
 from MaxText.training.model_objective import (
     FrozenParams,
@@ -230,7 +230,7 @@ def per_token_losses(
     B and T come from the arrays: T may be a chunk of the sequence (num_vocab_tiling), and
     `is_in_nats` traces the function with logits [1, 1, V].
     """
-    objective = lookup("objective", config.loss_type)
+    objective = lookup("objective", config.name)
     outputs = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
     shapes = {jnp.shape(array) for array in jax.tree.leaves(outputs)}
     is_pair = isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[0], dict)
@@ -324,12 +324,16 @@ def loss_sums(
         training=training,
         num_chunks=config.num_vocab_tiling,
     )
+    scalars = states.scalars
     if objective is None:
         losses = functools.partial(per_token_losses, config=config)
         sums = _function_sums(decoder, batch, h_BTD, context, losses, count_correct=count_correct)
     else:
-        sums = _class_sums(decoder, batch, h_BTD, context, count_correct=count_correct)
-    sums = _with_scalars(sums, states.scalars)
+        assert isinstance(objective, Objective)
+        outputs = _checked(objective, objective(decoder, batch, h_BTD, context))
+        scalars = add_scalars(scalars, outputs.layer_scalars)
+        sums = _class_sums(decoder, batch, h_BTD, context, outputs, count_correct=count_correct)
+    sums = _with_scalars(sums, scalars)
     _check_names(sums, config)
     return sums
 
@@ -397,19 +401,28 @@ def _class_sums(
     batch: Batch,
     h_BTD: jax.Array,
     context: ObjectiveContext,
+    outputs: ObjectiveSums,
     *,
     count_correct: bool,
 ) -> LossSums:
     """Returns the sums of an objective that reads the model, without those of layers.
 
     What it does not compute itself comes from another pass of the head, without gradient.
+
+    Args:
+      decoder: The model with its parameters.
+      batch: Arrays [B, T].
+      h_BTD: What the head reads.
+      context: Of the objective.
+      outputs: What it returned.
+      count_correct: As in `loss_sums`.
     """
-    objective = decoder.objective
-    assert isinstance(objective, Objective)
-    outputs = _checked(objective, objective(decoder, batch, h_BTD, context))
     needs_nats = IN_NATS not in outputs.losses and IN_NATS not in outputs.metrics
     sums = LossSums(
-        target_sums=dict(outputs.losses), token_sums={}, metric_sums=dict(outputs.metrics)
+        target_sums=dict(outputs.losses),
+        token_sums={},
+        log_z=outputs.log_z,
+        metric_sums=dict(outputs.metrics),
     )
 
     def sums_of_logits(
@@ -485,7 +498,7 @@ def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
 
     A second number under a name would replace the first one in the records of a run.
     """
-    objective = lookup("objective", config.loss_type)
+    objective = lookup("objective", config.name)
     of_objective = (*sums.target_sums, *sums.metric_sums)
     for name in of_objective:
         if problem := name_problem(name):

@@ -41,6 +41,11 @@ CASES = {
         1e-5,
     ),
     "gpt_neox, fsdp": ({"family": "gpt_neox", "scan_layers": False}, {}, 1e-5),
+    "multi-token prediction": (
+        {"mtp_num_layers": 2, "num_vocab_tiling": 2},
+        {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 2, "ici_pipeline_parallelism": 2},
+        1e-5,
+    ),
     "muon": ({"opt_type": "muon"}, MIXED, 2e-5),
     "adafactor": ({"opt_type": "adafactor"}, MIXED, 2e-5),
     "factored, split over data": (

@@ -17,7 +17,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.capture import capturing
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.assembly import setup_train
-from MaxText.training.objective import is_in_nats, loss_weights
+from MaxText.training.objective import is_in_nats
 from tests.small_models import assert_close, random_batch, random_params, tiny_config, trainer
 
 # A loss per token with its own weight, one per sequence, and a weight of its own.
@@ -236,97 +236,3 @@ def test_a_function_gets_logits_of_the_whole_vocabulary(module):
     module.write_text(FUNCTION.replace("NAME", "'lm_loss' if logits_BTV.shape[-1] == 64 else 'x'"))
     assert is_in_nats(Model(tiny_config(**KEYS).model))
     assert not is_in_nats(Model(tiny_config(**KEYS, vocab_size=32).model))
-
-
-# Multi-token prediction of one token more (DeepSeek-V3, section 2.2), with a block of its own.
-MTP = """
-import jax
-import jax.numpy as jnp
-from MaxText.layers.assembly.block_variants import block_class
-from MaxText.layers.assembly.remat import apply_remat
-from MaxText.layers.dense import Dense
-from MaxText.layers.part import Flops, LayerInputs, register
-from MaxText.training.model_objective import Objective, ObjectiveSums, logits_of
-from MaxText.training.objective import cross_entropy
-
-
-def next_targets(batch):
-    "Targets of the next position and their weights, within documents."
-    mask_BT = jnp.roll(batch.loss_mask_BT, -1, axis=1).at[:, -1].set(0)
-    if batch.segments_BT is not None:
-        mask_BT *= batch.segments_BT == jnp.roll(batch.segments_BT, -1, axis=1)
-    return jnp.roll(batch.targets_BT, -1, axis=1), mask_BT
-
-
-@register("objective", "mine")
-class MultiToken(Objective):
-    "Its block reads the hidden state and the embedding of the next token."
-
-    @classmethod
-    def build(cls, layer, init, rngs):
-        return cls(layer.config.layers[-1], init, rngs)
-
-    def __init__(self, layer, init, rngs):
-        D = init.dimensions.emb_dim
-        kernel = init.initializers.kernel
-        self.join = Dense((2, D), (D,), (None, "mlp", "embed"), kernel, init, rngs)
-        self.block = block_class(layer)(layer, init, rngs)
-
-    not_recomputed = ("join", "block")  # outside of in_chunks
-
-    @classmethod
-    def weights(cls, config, batch):
-        return {"mtp_loss": next_targets(batch)[1].sum()}
-
-    @classmethod
-    def flops(cls, config, dimensions, length):
-        mixer = block_class(config.layers[-1]).mixer_class(config.layers[-1])
-        scores = sum(x.hardware_flops for x in mixer.flops(config, dimensions, length).values())
-        head = 2.0 * dimensions.emb_dim * dimensions.vocab_size
-        return {"second token": Flops(head + scores, head + scores)}
-
-    def __call__(self, decoder, batch, h_BTD, context):
-        embedding_BTD = decoder.token_embedder(batch.targets_BT)
-        x_BTD = self.join(jnp.stack([h_BTD, embedding_BTD], axis=2))
-        forward = decoder.forward_context(batch, context.dropout_key, training=context.training)
-        last = decoder.config.shape.dimensions.num_layers
-        block_context = forward.for_layer(last, None, self.block.position_index)
-        y_BTD, scalars, _ = self.block(LayerInputs.all(x_BTD), block_context)
-        targets_BT, mask_BT = next_targets(batch)
-
-        def losses(logits, second_logits, targets_BT, mask_BT, second_targets_BT, second_mask_BT):
-            first_BT, _ = cross_entropy(logits(), targets_BT)
-            second_BT, _ = cross_entropy(second_logits(), second_targets_BT)
-            return {
-                "lm_loss": (first_BT * mask_BT).sum(),
-                "mtp_loss": 0.3 * (second_BT * second_mask_BT).sum(),
-            }
-
-        return ObjectiveSums(
-            context.in_chunks(
-                losses,
-                logits_of(decoder, batch, h_BTD),
-                logits_of(decoder, batch, decoder.decoder_norm(y_BTD)),
-                batch.targets_BT, batch.loss_mask_BT, targets_BT, mask_BT,
-            )
-        )
-"""
-
-
-def test_multi_token_prediction_fits(module):
-    module.write_text(MTP)
-    subject = Subject(lambda **more: tiny_config(**SIZES | KEYS | more))
-    model = subject.models[0]
-    assert is_in_nats(model)
-    names = {name for name in model.parameters if name.startswith("objective/block/")}
-    assert "objective/block/self_attention/query/kernel" in names
-    for check in CHECKS:
-        if check.name in ("gradients", "scan and remat", "FLOPs"):
-            assert check.problem(subject) is None, check.name
-    # Padding and other documents are no targets of the second token.
-    (weights,) = loss_weights(model, subject.batch).values()
-    mask, segments = (
-        np.asarray(x) for x in (subject.batch.loss_mask_BT, subject.batch.segments_BT)
-    )
-    pairs = (segments[:, 1:] == segments[:, :-1]) * mask[:, 1:]
-    assert weights == pairs.sum() < mask.sum()

@@ -3,7 +3,7 @@
 All have latent attention, whose rotary slice rotates adjacent dimensions in files, and layers with
 fine and shared experts behind `first_k_dense_replace` dense ones. V2 chooses experts by softmax
 scores (`topk_method`), V3 by sigmoid scores and a correction bias. The factor that YaRN gives to
-scores is `mscale_all_dim`. Layers of multi-token prediction, behind the last one, are not read.
+scores is `mscale_all_dim`. Layers of multi-token prediction follow the last one.
 Kimi K2 (Kimi Team 2025, arXiv 2507.20534) is a V3 under another model_type.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from MaxText.config.values import TypedValue
 from MaxText.conversion import family as hf
-from MaxText.conversion.families import expert_layers, rotary
+from MaxText.conversion.families import expert_layers, prediction_layers, rotary
 from MaxText.conversion.families.llama import (
     GATED_MLP,
     LAYER,
@@ -272,7 +272,7 @@ DEEPSEEK_V3 = descendant(
     hf.constant("topk_method", "noaux_tc", default="noaux_tc"),
     hf.constant("scoring_func", "sigmoid", default="sigmoid"),
     hf.supported("rope_interleave", True, hint="The rotary slice has adjacent pairs in files."),
-    expert_layers.no_prediction_layers(),
+    prediction_layers.count(),
     biases("attention_bias", "qkv_bias proj_bias"),
     without=("mlp_bias",),
     defaults={"max_position_embeddings": 4096},
@@ -286,6 +286,7 @@ DEEPSEEK_V3 = descendant(
         expert_layers.correction_bias(MLP + "gate.e_score_correction_bias"),
     ),
     skipped=expert_layers.PREDICTION_LAYERS,
+    prediction=prediction_layers.BEHIND_THE_LAST,
     layers=expert_layers.table(
         expert_layers.ALIKE, "D", **expert_layers.first_are_dense("first_k_dense_replace", 3)
     ),

@@ -10,11 +10,10 @@ are those of the outputs of attention and its feed-forward, and of the inputs in
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.families import expert_layers, rotary
+from MaxText.conversion.families import expert_layers, prediction_layers, rotary
 from MaxText.conversion.families.llama import (
     GATED_MLP,
     JOINT_QK_NORMS,
@@ -45,8 +44,6 @@ from MaxText.conversion.rotary_config import RotaryDefaults
 
 _DELTA_NET = LAYER + "linear_attn."
 _DECAY = hf.ATTENTION + "A_log"  # of DeltaNet alone
-_OF_ATTENTION = {"only_without": _DECAY}
-_OF_DELTA_NET = {"only_with": _DECAY}
 
 
 def _of_delta_net(*names: str) -> str:
@@ -60,7 +57,9 @@ def _outputs(out: str, norm: str) -> hf.Rows:
         hf.row(_DELTA_NET + "A_log", _DECAY, "N", "N"),
         hf.row(_DELTA_NET + "dt_bias", hf.ATTENTION + "dt_bias", "N", "N"),
         hf.row(f"{_DELTA_NET}{norm}.weight", hf.ATTENTION + "norm/scale", "H", "H"),
-        *hf.projection(_DELTA_NET + out, hf.ATTENTION + "out", "D (N H)", "N H D", **_OF_DELTA_NET),
+        *hf.projection(
+            _DELTA_NET + out, hf.ATTENTION + "out", "D (N H)", "N H D", only_with=_DECAY
+        ),
     )
 
 
@@ -75,7 +74,7 @@ def _projections(*names: str) -> hf.Rows:
             _of_delta_net(param),
             "N D" if param in one_number else "(M H) D" if param in of_keys else "(N H) D",
             "D N" if param in one_number else "D M H" if param in of_keys else "D N H",
-            **_OF_DELTA_NET,
+            only_with=_DECAY,
         )
         for tensor, param in pairs
     )
@@ -94,7 +93,7 @@ _BY_KEY_HEAD = (
         "(M H) D | (M H) D | (N H) D | (N H) D",
         "D M H | D M H | D N H | D N H",
         is_grouped=True,
-        **_OF_DELTA_NET,
+        only_with=_DECAY,
     ),
     hf.row(
         _DELTA_NET + "in_proj_ba.weight",
@@ -109,7 +108,7 @@ _QKV = hf.row(
     _of_delta_net("query", "key", "value"),
     "(M H) D | (M H) D | (N H) D",
     "D M H | D M H | D N H",
-    **_OF_DELTA_NET,
+    only_with=_DECAY,
 )
 _SELF = LAYER + "self_attn."
 _GATED_ATTENTION = (
@@ -118,21 +117,26 @@ _GATED_ATTENTION = (
         f"{hf.ATTENTION}query {hf.ATTENTION}gate",
         "(N J H) D",
         "D N H",
-        **_OF_ATTENTION,
+        only_without=_DECAY,
     ),
-    *hf.projection(_SELF + "k_proj", hf.ATTENTION + "key", "(K H) D", "D K H", **_OF_ATTENTION),
-    *hf.projection(_SELF + "v_proj", hf.ATTENTION + "value", "(K H) D", "D K H", **_OF_ATTENTION),
-    *hf.projection(_SELF + "o_proj", hf.ATTENTION + "out", "D (N H)", "N H D", **_OF_ATTENTION),
+    *hf.projection(_SELF + "k_proj", hf.ATTENTION + "key", "(K H) D", "D K H", only_without=_DECAY),
+    *hf.projection(
+        _SELF + "v_proj", hf.ATTENTION + "value", "(K H) D", "D K H", only_without=_DECAY
+    ),
+    *hf.projection(_SELF + "o_proj", hf.ATTENTION + "out", "D (N H)", "N H D", only_without=_DECAY),
     *qk_norms(),
 )
 
 
-def _size(name: str, default: Any) -> hf.ConfigMapping:
+def _size(name: str, default: hf.Default) -> hf.ConfigMapping:
     return hf.mapped(name, name, default)
 
 
 def _sizes(
-    key_heads: Any = 16, value_heads: Any = 32, key_width: Any = 128, value_width: Any = 128
+    key_heads: hf.Default = 16,
+    value_heads: hf.Default = 32,
+    key_width: hf.Default = 128,
+    value_width: hf.Default = 128,
 ) -> tuple[hf.ConfigMapping, ...]:
     """Returns the settings of DeltaNet's sizes, from the defaults of a class."""
     return (
@@ -182,6 +186,7 @@ _OF_QWEN: dict[str, Any] = {
     "choices": {"linear_allow_neg_eigval": False, "linear_norm_epsilon": None},
     "rotary": RotaryDefaults(fraction=0.25),
     "skipped": ("mtp.",),
+    "prediction": prediction_layers.BESIDE_THE_MODEL,
 }
 _SHARED_SETTINGS = (
     *_sizes(),
@@ -195,6 +200,7 @@ QWEN3_NEXT = descendant(
     *_SHARED_SETTINGS,
     *_experts(512, per_token=10, kinds=_SPARSE),
     expert_layers.gates_are_normalized(default=True, kinds=_SPARSE),
+    prediction_layers.count_if_any("num_nextn_predict_layers"),
     without=("mlp_bias",),
     defaults={
         "intermediate_size": 5632,
@@ -228,6 +234,7 @@ _ROWS_OF_QWEN3_5 = (
 QWEN3_5 = descendant(
     "Qwen3_5ForCausalLM",
     *_SHARED_SETTINGS,
+    prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768},
     model_type="qwen3_5_text",
@@ -248,6 +255,7 @@ QWEN3_5_MOE = descendant(
         hf.copy_of("moe_intermediate_size"),
         is_written=False,
     ),
+    prediction_layers.count_if_any("mtp_num_hidden_layers"),
     without=("mlp_bias",),
     defaults={"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768},
     model_type="qwen3_5_moe_text",
@@ -262,12 +270,12 @@ _QUERY_HEADS = hf.copy_of("num_attention_heads")
 _THETA = "rope_parameters.rope_theta"
 
 
-def _key_width(config: Mapping[str, Any]) -> int:
+def _key_width(config: hf.HFConfig) -> int:
     """Returns the width of keys: three quarters of the model's, over their heads."""
     return int(0.75 * config["hidden_size"] / config["linear_num_key_heads"])
 
 
-def _positions(config: Mapping[str, Any]) -> str:
+def _positions(config: hf.HFConfig) -> str:
     """Returns the position encoding: none if config.json has null as the rotary base."""
     return "rotary" if config.get(_THETA) else "none"
 
@@ -310,7 +318,7 @@ OLMO_HYBRID = descendant(
             ),
             *hf.norm(LAYER + "post_feedforward_layernorm", POST_MLP),
         ),
-        tuple(dataclasses.replace(row, **_OF_ATTENTION) for row in attention()),
+        tuple(dataclasses.replace(row, only_without=_DECAY) for row in attention()),
         JOINT_QK_NORMS,
         _projections("q_proj query", "k_proj key", "v_proj value", "g_proj gate"),
         _projections("b_proj beta", "a_proj decay"),

@@ -173,10 +173,5 @@ def shared_rows(hf_name: str, gate: str = "") -> hf.Rows:
     )
 
 
-# Layers of multi-token prediction, which are stored behind the last layer.
+# Layers of multi-token prediction, which are stored behind the last layer, for runs without it.
 PREDICTION_LAYERS = tuple(f"model.layers.{{num_layers+{index}}}." for index in range(4))
-
-
-def no_prediction_layers() -> hf.ConfigMapping:
-    """Returns the setting of the layers of multi-token prediction: any are read, none written."""
-    return hf.without_key("num_nextn_predict_layers", lambda values: 0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.families import expert_layers, rotary
+from MaxText.conversion.families import expert_layers, prediction_layers, rotary
 from MaxText.conversion.families.deepseek import SPARSE, fine_experts, sigmoid_routing
 from MaxText.conversion.families.llama import (
     GATED_MLP,
@@ -32,7 +32,7 @@ GLM4_MOE = descendant(
     *fine_experts(128, 8, width=1408, shared=1),
     *sigmoid_routing(1.0, groups=1, chosen_groups=1),
     *rotary.settings(fraction_types=rotary.ALL_TYPES),
-    expert_layers.no_prediction_layers(),
+    prediction_layers.count(),
     hf.mapped("use_qk_norm", "use_qk_norm", default=False, values=hf.BOOLEANS),
     biases("attention_bias", "qkv_bias"),
     without=("mlp_bias",),
@@ -53,6 +53,7 @@ GLM4_MOE = descendant(
         expert_layers.correction_bias(MLP + "gate.e_score_correction_bias"),
     ),
     skipped=expert_layers.PREDICTION_LAYERS,
+    prediction=prediction_layers.BEHIND_THE_LAST,
     layers=expert_layers.table(
         expert_layers.ALIKE, "D", **expert_layers.first_are_dense("first_k_dense_replace", 1)
     ),

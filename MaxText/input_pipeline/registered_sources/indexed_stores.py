@@ -178,15 +178,17 @@ def _offset_blocks(
 
 
 class SourceRecords(SourceStore):
-    """The records of a RecordSource, each padded to T + 1 tokens."""
+    """The records of a RecordSource, each padded to T + 1 tokens, or to T if they have labels."""
 
     def __init__(self, reader: SourceReader, length: int):
         """Initializes without reading; `length` is T."""
         super().__init__(reader)
-        self.record_size = length + 1
+        self._length = length
+        # The last token of a record without labels is only a target.
+        self.record_size = length if reader.source.has_labels else length + 1
 
     def __reduce__(self):
-        return type(self), (self.reader, self.record_size - 1)
+        return type(self), (self.reader, self._length)
 
     @property
     def document_offsets(self) -> np.ndarray:
@@ -209,11 +211,26 @@ class SourceRecords(SourceStore):
         record = self.reader[index]
         num_tokens = len(record.tokens)
         if num_tokens > self.record_size:
+            limit = "max_target_length"
+            if self.record_size > self._length:
+                limit += " + 1"
             raise UserError(
                 f"Data source {self.reader.name}: record({index}) has {num_tokens} tokens. A "
-                f"record has at most max_target_length + 1 = {self.record_size}; longer ones are "
-                "for a DocumentSource, which splits them."
+                f"record has at most {limit} = {self.record_size}; longer ones are for a "
+                "DocumentSource, which splits them."
             )
         num_padding = self.record_size - num_tokens
         tokens = np.pad(record.tokens, (0, num_padding), constant_values=self.reader.source.pad_id)
-        return Document(tokens, np.pad(_loss_mask(record), (0, num_padding)))
+        loss_mask = np.pad(_loss_mask(record), (0, num_padding))
+        labels = record.labels
+        if labels is not None:
+            labels = np.pad(labels, (0, num_padding), constant_values=-1)
+        return Document(tokens, loss_mask, labels)
+
+
+class SourceLabels(SourceRecords):
+    """The labels of records: the id to predict at each position, negative for none."""
+
+    def _values(self, document: Document) -> np.ndarray:
+        assert document.labels is not None
+        return document.labels

@@ -11,6 +11,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.data_source import DocumentSource, RecordSource, SourceContext
 from MaxText.input_pipeline.registered_sources.indexed_stores import (
     SourceDocuments,
+    SourceLabels,
     SourceRecords,
     count_documents,
 )
@@ -134,13 +135,18 @@ def _dataset(
     description: str,
     fingerprint: str,
 ) -> TokenDataset:
+    labels = None
     # Records are padded, and padding is no target.
     has_loss_mask = reader.source.has_loss_mask or isinstance(store, SourceRecords)
+    if isinstance(store, SourceRecords) and reader.source.has_labels:
+        labels = SourceLabels(reader, reader.source.context.sequence_length)
+        has_loss_mask = False  # a position without a label is no target
     return TokenDataset(
         store=store,
         description=description,
         fingerprint=fingerprint,
         pad_id=reader.source.pad_id,
+        labels=labels,
         loss_mask=store if has_loss_mask else None,
     )
 

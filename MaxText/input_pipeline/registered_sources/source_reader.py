@@ -151,8 +151,9 @@ class SourceReader:
     def _checked(self, call: str, tokens: TokenIds) -> Document:
         """Returns what the source returned as a Document with ids in int32."""
         loss_mask = None
+        labels = None
         if isinstance(tokens, Document):
-            tokens, loss_mask = tokens
+            tokens, loss_mask, labels = tokens
         try:
             ids = np.asarray(tokens)
         except ValueError:  # a ragged list
@@ -169,7 +170,9 @@ class SourceReader:
             raise self._error(call, f"returned the ids {ids.min()} to {ids.max()}")
         if loss_mask is not None:
             loss_mask = self._checked_mask(call, loss_mask, len(ids))
-        return Document(ids.astype(np.int32), loss_mask)
+        if self.source.has_labels or labels is not None:
+            labels = self._checked_labels(call, labels, len(ids))
+        return Document(ids.astype(np.int32), loss_mask, labels)
 
     def _checked_mask(self, call: str, loss_mask: np.ndarray, num_tokens: int) -> np.ndarray:
         mask = np.asarray(loss_mask)
@@ -182,6 +185,21 @@ class SourceReader:
                 call, "returned a loss_mask. Set has_loss_mask = True in its class, so it is used"
             )
         return mask.astype(bool)
+
+    def _checked_labels(self, call: str, labels: Any, num_tokens: int) -> np.ndarray:
+        array = np.asarray(labels)
+        if array.shape != (num_tokens,) or array.dtype.kind not in "iu":
+            raise self._error(
+                call,
+                f"returned {num_tokens} tokens and labels of {array.dtype} {list(array.shape)}. "
+                "Return an integer for each token, negative for none",
+            )
+        if not (self.source.has_labels and isinstance(self.source, RecordSource)):
+            raise self._error(
+                call,
+                "returned labels. Set has_labels = True in its class, which must be a RecordSource",
+            )
+        return np.maximum(array, -1).astype(np.int32)
 
     def _error(self, call: str, problem: str, error_type: type[UserError] = UserError) -> UserError:
         return error_type(f"Data source {self.name}: {call} {problem}.")

@@ -41,7 +41,7 @@ class TokenDataset:
     max_token_id: int | None = None  # None if unknown without reading everything
     unigram_entropy_nats: float | None = None  # nats per token
     record_length: int | None = None
-    labels: TokenStore | None = None
+    labels: TokenReader | None = None
     loss_mask: MaskedTokenReader | None = None
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer

@@ -115,11 +115,11 @@ class Decoder(nnx.Module):
         self.other_positions = nnx.List(other_positions)
         self.layers, self.blueprint = _make_layers(config, layers, list(layer_of_positions), rngs)
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
-        self.decoder_norm = _make_final_norm(config, init, rngs)
+        self.decoder_norm = make_final_norm(config, init, rngs)
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, rngs)
         # The last one, so that the weights drawn above do not depend on the objective.
-        objective = lookup("objective", config.objective.loss_type)
+        objective = lookup("objective", config.objective.name)
         is_class = isinstance(objective, type)
         self.objective = objective.build(whole_model, init, rngs) if is_class else None
 
@@ -385,8 +385,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the embedding [B, T, D] of tokens, with their positions, norm and dropout."""
         with scope("token_embedder"):
-            x_BTD = self.token_embedder(tokens_BT)
-            x_BTD = scaled(x_BTD, self.config.embedding.embedding_multiplier)
+            x_BTD = self.embed_tokens(tokens_BT)
             record(x_BTD, "output")
         part = self.position_embedder
         with scope("position_embedder"):
@@ -400,6 +399,11 @@ class Decoder(nnx.Module):
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)
+
+    def embed_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the embedding [B, T, D] of tokens alone, without positions and norm."""
+        x_BTD = self.token_embedder(tokens_BT)
+        return scaled(x_BTD, self.config.embedding.embedding_multiplier)
 
     def _with_per_layer_inputs(
         self, context: ForwardContext, tokens_BT: jax.Array, x_BTD: jax.Array
@@ -448,6 +452,19 @@ class Decoder(nnx.Module):
             h_BTD = self.decoder_norm(x_BTD)
             record(h_BTD, "output")
         return h_BTD
+
+
+def make_layer(config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs) -> Block:
+    """Builds a layer beside those of the model, such as one of an objective.
+
+    Args:
+      config: Of the model.
+      layer: Keys and sizes of one of its layers.
+      rngs: Draws the weights.
+    """
+    whole_model = LayerConfig(config, config.shape.dimensions)
+    positions_keys = list(_layer_of_positions([whole_model, *config.layers]))
+    return _make_block(config, layer, positions_keys, Quantizer(config.numerics), rngs)
 
 
 def _make_init(config: ModelConfig, layer: LayerConfig) -> Init:
@@ -508,15 +525,33 @@ def _make_layers(
     quantizer = Quantizer(config.numerics)
 
     def make_block(index: int, rngs: nnx.Rngs) -> Block:
-        layer = layers[index]
-        block = block_class(layer)(layer, _make_init(config, layer), rngs)
-        block.position_index = positions_keys.index(_positions_key(layer))
-        return quantizer.quantize(block)
+        return _make_block(config, layers[index], positions_keys, quantizer, rngs)
 
     shared = config.block.share_layer_params
     module_and_blueprint = stack(make_block, config.layer_plan, rngs, shared=shared)
     quantizer.check()
     return module_and_blueprint
+
+
+def _make_block(
+    config: ModelConfig,
+    layer: LayerConfig,
+    positions_keys: Sequence[Any],
+    quantizer: Quantizer,
+    rngs: nnx.Rngs,
+) -> Block:
+    """Builds a block.
+
+    Args:
+      config: Of the model.
+      layer: Keys and sizes of the layer.
+      positions_keys: Those of the model's position encodings, in their order.
+      quantizer: Of the model's matmuls.
+      rngs: Draws the weights.
+    """
+    block = block_class(layer)(layer, _make_init(config, layer), rngs)
+    block.position_index = positions_keys.index(_positions_key(layer))
+    return quantizer.quantize(block)
 
 
 def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Norm | None:
@@ -527,7 +562,7 @@ def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Nor
     return make_norm(config.block, init, rngs, parametric=embedding.embedding_norm_parametric)
 
 
-def _make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Norm | None:
+def make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Norm | None:
     """Builds the norm between the last layer and the head; None if the model has none."""
     if not config.head.final_norm:
         return None

@@ -13,7 +13,7 @@ from jax.tree_util import KeyPath
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.params import AbstractRngs, Params
-from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
 from MaxText.value_types import Tree
 
 _TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
@@ -36,14 +36,17 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
     """
     row = ""
     is_recomputed = False
+    owner = path[0]
     for step in path:
+        if step in getattr(type(module), "layer_attributes", ()):
+            owner = OBJECTIVE_LAYERS
         rows = getattr(type(module), "rows", {})
         not_recomputed = getattr(type(module), "not_recomputed", None)
         row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
         is_recomputed = is_recomputed or (not_recomputed is not None and step not in not_recomputed)
         is_container = isinstance(module, nnx.Dict | nnx.List)
         module = module[step] if is_container else getattr(module, step)
-    return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}
+    return {"owner": owner, "row": row, "is_recomputed": is_recomputed}
 
 
 class Model:

@@ -132,7 +132,7 @@ def test_records_are_sequences_with_padding_and_their_loss_mask():
     assert batch.segments_BT is None
     source = config_source("numbered_records")
     for index in range(8):
-        tokens, loss_mask = source.record(index)
+        tokens, loss_mask, _ = source.record(index)
         size = len(tokens)
         ids = np.append(tokens, [9] * (LENGTH + 1 - size))
         np.testing.assert_array_equal(batch.tokens_BT[index], ids[:-1])
