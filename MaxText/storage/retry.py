@@ -22,7 +22,7 @@ def call_with_retries(
     delays: Iterable[float],
     is_retryable: Callable[[Exception], bool],
     report: Callable[[Exception, float], None] | None = None,
-    wait: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], None] | None = None,
 ) -> _Result:
     """Returns the result of the first successful `call`.
 
@@ -31,7 +31,7 @@ def call_with_retries(
       delays: Seconds to wait before each retry; there are as many retries as delays.
       is_retryable: Whether an error may be gone at the next call. Other errors are raised at once.
       report: Called with each error that is retried, and the delay.
-      wait: Waits for a number of seconds. What it raises ends the retries.
+      wait: Waits for a number of seconds; None is time.sleep. What it raises ends the retries.
 
     Raises:
       Exception: The error of the last call, or the first one that is not retryable.
@@ -44,5 +44,5 @@ def call_with_retries(
                 raise
             if report is not None:
                 report(error, delay)
-        wait(delay)
+        (wait or time.sleep)(delay)
     return call()

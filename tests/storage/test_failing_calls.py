@@ -23,8 +23,8 @@ from tests import programs
 REASON = "Input/output error"
 LAST_STEP = 5
 SECONDS = 120.0  # a program that hangs is killed after this time
-# The walks let one of so many operations fail. With 40 they take two minutes, with 1 an hour.
-STRIDE = int(os.environ.get("FAILING_CALLS", "40"))
+# The walks let one of so many operations fail. With 80 they take a minute, with 1 an hour.
+STRIDE = int(os.environ.get("FAILING_CALLS", "80"))
 
 MODEL = [
     "decoder_block=llama2",
