@@ -59,10 +59,18 @@ DELTA_NET = {
     "mixer": "gated_delta_net",
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    # With 8 and 6, XLA's program for the CPU crashes when it is compiled without optimization.
-    "linear_key_head_dim": 5,
-    "linear_value_head_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
     "linear_chunk_size": 3,
+    "linear_norm_epsilon": 1e-2,  # norms of small outputs would magnify rounding
+}
+MAMBA2 = {
+    "mixer": "mamba2",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_chunk_size": 3,
 }
 MIXED_CONTEXT = {
     "ici_fsdp_parallelism": 2,
@@ -164,6 +172,7 @@ CASES = {
         DELTA_NET | {"mixer": "kda", "kda_lora_rank": 4, "linear_num_key_heads": 16},  # unused
         {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2},
     ),
+    "Mamba-2": (MAMBA2, {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2}),
     "many blocks of a window": (
         GROUPED
         | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},

@@ -34,6 +34,7 @@ from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum
+from MaxText.layers.lowering.repeated_heads import repeat_heads
 from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.recurrent.chunks import Chunks, DocumentMasks, is_token
@@ -284,6 +285,7 @@ def delta_rule(
         """Returns x [J, P, B, M, R, ...] as [J, P, B, N, ...]."""
         return x.reshape(*x.shape[:3], num_heads, *x.shape[5:])
 
+    repeated = functools.partial(repeat_heads, num_heads=num_heads)
     masks = DocumentMasks.of(context, chunks)
     visible, continues, remains = (
         mask[:, :, :, None]
@@ -293,8 +295,8 @@ def delta_rule(
     decay = _masked_exp(sums[..., :, None] - sums[..., None, :], visible)  # D
     since_begin = _masked_exp(sums, continues)
     to_end = _masked_exp(sums[..., -1:] - sums, remains)
-    pairs = product("jpbmck,jpbmdk->jpbmcd", k, k)[:, :, :, :, None]
-    below = beta[..., None] * of_heads(pairs * grouped(decay))
+    pairs = repeated(product("jpbmck,jpbmdk->jpbmcd", k, k))
+    below = beta[..., None] * pairs * decay
     # One pass of bfloat16 would not do; see there.
     inverse_precision = "highest" if precision == "highest" else "high"
     solution = unit_lower_inverse(jnp.tril(below, -1), inverse_precision) * beta[..., None, :]
@@ -302,7 +304,7 @@ def delta_rule(
     states = pass_corrected_states(
         DeltaUpdates(
             decay=since_begin[..., -1:, None],
-            keys_JPBNCK=of_heads(k[:, :, :, :, None] * grouped(to_end)[..., None]),
+            keys_JPBNCK=repeated(k) * to_end[..., None],
             values_JPBNCV=product("jpbncd,jpbndv->jpbncv", solution, v),
             corrections_JPBNCK=of_heads(product("jpbmrcd,jpbmdk->jpbmrck", weights, k)),
         ),
@@ -310,9 +312,9 @@ def delta_rule(
         precision,
     )
     read = product("jpbmck,jpbmrkv->jpbmrcv", q, grouped(states.before_JPBNKV))
-    scores = product("jpbmck,jpbmdk->jpbmcd", q, k)[:, :, :, :, None]
+    scores = repeated(product("jpbmck,jpbmdk->jpbmcd", q, k))
     o = of_heads(read) * since_begin[..., None]
-    o += product("jpbncd,jpbndv->jpbncv", of_heads(scores * grouped(decay)), states.values_JPBNCV)
+    o += product("jpbncd,jpbndv->jpbncv", scores * decay, states.values_JPBNCV)
     return chunks.merge(o), states.last_BNKV
 
 

@@ -28,6 +28,7 @@ from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum_f32, scaled
+from MaxText.layers.lowering.repeated_heads import repeat_heads
 from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import Flops, Mixer, Scalars
@@ -340,8 +341,8 @@ def state_space_dual(
     visible = masks.visible_JPBCC[:, :, :, None]
     decay_JPBNCC = jnp.exp(jnp.where(visible, log_ratio, -jnp.inf)) * dt[..., None, :]
     scores_JPBGCC = product("jpbgts,jpbgus->jpbgtu", C, B)
-    scores = by_group(decay_JPBNCC) * scores_JPBGCC[:, :, :, :, None]
-    within = product("jpbntu,jpbnuh->jpbnth", by_head(scores).astype(dtype), x)
+    scores = constrain_heads(decay_JPBNCC * repeat_heads(scores_JPBGCC, num_heads), *_CHUNKS)
+    within = product("jpbntu,jpbnuh->jpbnth", scores.astype(dtype), x)
 
     # What enters the state, and what the state gives.
     remains = masks.remains_JPBC[:, :, :, None]
