@@ -217,12 +217,18 @@ def test_products_are_those_of_the_blocks_that_are_not_skipped(causal, window):
     assert found == blocks.sum() * tile / len(blocks)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 70), (False, 200)])
-def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
-    """As traced for a TPU, seven for each block in the backward pass and two in the forward one."""
+@pytest.mark.parametrize(
+    ("causal", "window", "value_width"), [(True, None, 64), (True, 70, 32), (False, 200, 64)]
+)
+def test_a_plan_counts_the_products_of_the_kernels(causal, window, value_width, monkeypatch):
+    """As traced for a TPU, seven for each block in the backward pass and two in the forward one.
+
+    Five of them sum over or make what is as wide as keys, four what is as wide as values.
+    """
     monkeypatch.setattr(flash_attention, "platform", lambda: "tpu")
     spec = AttentionSpec(causal=causal, window=window)
     q, k, v, _, _ = given(4, 2, 64, False)
+    v = v[..., :value_width]
 
     def total(q, k, v):
         return flash_attention.flash_attention(q, k, v, spec).sum()
@@ -232,7 +238,7 @@ def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
     keys = flash_attention.average_keys_computed(T, causal=causal, window=window)
     found = sum(operations(node, keys) for node in nodes if node.name == "pallas_call")
     assert not any(value.is_square for node in nodes for value in node.outputs)
-    assert found == (2 + 7) * 2 * B * T * keys * 4 * 64
+    assert found == (5 * 64 + 4 * value_width) * 2 * B * T * keys * 4
 
 
 @pytest.mark.parametrize(("policy", "times"), [("full", 2), ("minimal_with_context", 1)])

@@ -161,7 +161,7 @@ CASES = {
     # A document begins in the second of four parts.
     "gated DeltaNet": (DELTA_NET, {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2}),
     "KDA": (
-        DELTA_NET | {"mixer": "kda", "kda_lora_rank": 4},
+        DELTA_NET | {"mixer": "kda", "kda_lora_rank": 4, "linear_num_key_heads": 16},  # unused
         {"ici_context_parallelism": 4, "ici_tensor_parallelism": 2},
     ),
     "many blocks of a window": (

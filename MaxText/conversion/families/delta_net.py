@@ -10,7 +10,6 @@ are those of the outputs of attention and its feed-forward, and of the inputs in
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from MaxText.conversion import family as hf
@@ -129,12 +128,15 @@ _GATED_ATTENTION = (
 )
 
 
-def _size(name: str, default: Any) -> hf.ConfigMapping:
+def _size(name: str, default: hf.Default) -> hf.ConfigMapping:
     return hf.mapped(name, name, default)
 
 
 def _sizes(
-    key_heads: Any = 16, value_heads: Any = 32, key_width: Any = 128, value_width: Any = 128
+    key_heads: hf.Default = 16,
+    value_heads: hf.Default = 32,
+    key_width: hf.Default = 128,
+    value_width: hf.Default = 128,
 ) -> tuple[hf.ConfigMapping, ...]:
     """Returns the settings of DeltaNet's sizes, from the defaults of a class."""
     return (
@@ -268,12 +270,12 @@ _QUERY_HEADS = hf.copy_of("num_attention_heads")
 _THETA = "rope_parameters.rope_theta"
 
 
-def _key_width(config: Mapping[str, Any]) -> int:
+def _key_width(config: hf.HFConfig) -> int:
     """Returns the width of keys: three quarters of the model's, over their heads."""
     return int(0.75 * config["hidden_size"] / config["linear_num_key_heads"])
 
 
-def _positions(config: Mapping[str, Any]) -> str:
+def _positions(config: hf.HFConfig) -> str:
     """Returns the position encoding: none if config.json has null as the rotary base."""
     return "rotary" if config.get(_THETA) else "none"
 

@@ -561,7 +561,8 @@ NEMOTRON_H = descendant(
     ),
     hf.supported("n_shared_experts", 1, kinds=SPARSE),
     *sigmoid_routing(1.0, groups=1, chosen_groups=1),
-    expert_layers.no_prediction_layers(),
+    # Layers of multi-token prediction (mtp.*) are not read: they are of one part, too.
+    hf.without_key("num_nextn_predict_layers", lambda values: 0),
     without=("hidden_act", "rms_norm_eps", *_ROTARY_NAMES),
     defaults={
         "num_key_value_heads": 8,
