@@ -79,7 +79,10 @@ def _are_equal(first: Document, second: Document) -> bool:
     if not np.array_equal(first.tokens, second.tokens):
         return False
     arrays = [(first.loss_mask, second.loss_mask), (first.labels, second.labels)]
-    return all(one is other if one is None else np.array_equal(one, other) for one, other in arrays)
+    return all(
+        one is other if one is None or other is None else np.array_equal(one, other)
+        for one, other in arrays
+    )
 
 
 def lengths(subject: SourceSubject) -> str | None:
