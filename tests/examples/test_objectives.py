@@ -183,7 +183,7 @@ def test_weights_of_an_objective_are_no_part_of_the_model(tmp_path, own_modules)
     run = mt.load(str(tuned), loss_type="cross_entropy")
     assert "objective" not in run.params
     np.testing.assert_array_equal(run.logits(ids), mt.load(str(tuned)).logits(ids))
-    with pytest.raises(UserError, match="has no weights of the objective loss_type=hidden_layer"):
+    with pytest.raises(UserError, match="has no weights of the objective hidden_layer"):
         mt.load(str(plain), **HIDDEN)
 
 

@@ -60,6 +60,11 @@ MODELS = {
         (*NO_SOFTMAX, "attention_gate", "write_strength", "state_decay"),
         ("mlpwo",),
     ),
+    "Mamba-2": (
+        {"mixer": "mamba2", "mamba_d_head": 4, "mamba_d_state": 4},
+        (*NO_SOFTMAX, "attention_gate", "time_step", "state_decay"),
+        ("mlpwo",),
+    ),
     "differential attention": (
         {
             "import_modules": ["examples/differential_attention.py"],

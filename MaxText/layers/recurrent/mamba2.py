@@ -237,7 +237,7 @@ class Mamba2(Mixer):
             dt_BTN = jnp.clip(dt_BTN, *self.config.time_step_limit)
         log_decay_BTN = -jnp.exp(self.A_log[...].astype(jnp.float32)) * dt_BTN
         record(dt_BTN, "time_step")
-        record(jnp.exp(log_decay_BTN), "decay")
+        record(jnp.exp(log_decay_BTN), "state_decay")
         return dt_BTN, log_decay_BTN
 
 
