@@ -301,6 +301,14 @@ def test_a_letter_with_a_size_of_the_model():
     assert sizes == [(2, 32), (2, 32), (2, 16)]
 
 
+def test_experts_and_shared_experts_of_a_device():
+    keys = {"num_experts": 4, "shared_experts": 2, "moe_mlp_dim": 24, "shared_expert_mlp_dim": 16}
+    keys |= {"ici_tensor_parallelism": 2}
+    model = make_program(tiny_config(**keys), find_hardware("cpu-8")).local_model.config
+    experts = model.mixture_of_experts
+    assert (experts.width(0), experts.shared_experts, experts.shared_width(0)) == (12, 2, 16)
+
+
 def test_stages_of_a_pipeline():
     keys = {"base_num_decoder_layers": 8, "num_pipeline_repeats": 2, "num_pipeline_microbatches": 4}
     keys |= {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": -1}

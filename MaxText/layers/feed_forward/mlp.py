@@ -56,14 +56,16 @@ class MLP(FeedForward):
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
-        """Returns the widths of experts, if they are not that of the MLP."""
+        """Returns the widths of an expert and of a shared expert."""
         experts = layer.config.mixture_of_experts
+        if experts.num_experts == 1:
+            return {}
         mlp_dim = layer.dimensions.mlp_dim
-        widths = {
-            "moe_mlp_dim": experts.width(mlp_dim),
-            "shared_experts": experts.shared_width(mlp_dim) or mlp_dim,
-        }
-        return {name: ("mlp", width) for name, width in widths.items() if width != mlp_dim}
+        sizes = {"moe_mlp_dim": ("mlp", experts.width(mlp_dim))}
+        if experts.shared_experts:
+            shared_width = experts.shared_width(mlp_dim) // experts.shared_experts
+            sizes["shared_expert_mlp_dim"] = ("mlp", shared_width)
+        return sizes
 
     def __init__(
         self,
