@@ -31,6 +31,11 @@ ROWS = {
         "attention", "global_attention", "alternating_attention",
     ),
     "global, linear attention": ("attention", "global_attention", "linear_attention"),
+    "attention, gated DeltaNet in 3 of 4 layers": (
+        "hybrids", "hybrid_attention", "hybrid_gated_deltanet",
+    ),
+    "attention, KDA in 3 of 4 layers": ("hybrids", "hybrid_attention", "hybrid_kda"),
+    "attention, Mamba-2 in 3 of 4 layers": ("hybrids", "hybrid_attention", "hybrid_mamba2"),
     "without, with Head-QK": ("head_qk", "head_qk=false", "head_qk=true"),
     "TokenFormer, width 16: grown, full size": (
         "tokenformer_width_16", "tokenformer_grown", "tokenformer_scratch",
