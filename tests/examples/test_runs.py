@@ -39,7 +39,10 @@ CAUTIOUS = {"import_modules": ["examples/my_optimizer.py"], "opt_type": "cautiou
 def test_the_same_losses_on_eight_devices(keys):
     expected, _ = train(jax.devices()[:1], **keys)
     numbers, state = train(jax.devices(), **keys, **MIXED)
-    np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+    # Without decay, DeltaNet magnifies rounding: on one device, chunks of 8 tokens instead of 5
+    # change the gradient norm of the third step by 1.04e-5, and that of the first by 1e-7.
+    rtol = 3e-5 if keys is HYBRID else 1e-5
+    np.testing.assert_allclose(numbers, expected, rtol=rtol)
     kernel = state.params["token_embedder"]["embedding"]
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
