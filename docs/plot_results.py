@@ -36,6 +36,8 @@ ROWS = {
     ),
     "attention, KDA in 3 of 4 layers": ("hybrids", "hybrid_attention", "hybrid_kda"),
     "attention, Mamba-2 in 3 of 4 layers": ("hybrids", "hybrid_attention", "hybrid_mamba2"),
+    "experts without balance, with a loss": ("experts", "tiny_experts", "tiny_experts_loss"),
+    "experts without balance, with a bias": ("experts", "tiny_experts", "tiny_experts_bias"),
     "without, with Head-QK": ("head_qk", "head_qk=false", "head_qk=true"),
     "TokenFormer, width 16: grown, full size": (
         "tokenformer_width_16", "tokenformer_grown", "tokenformer_scratch",
