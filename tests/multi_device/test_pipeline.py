@@ -86,6 +86,27 @@ CASES = {
         },
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
+    "recurrent mixers": (
+        "llama2",
+        {
+            "base_num_decoder_layers": 6,
+            "layer_pattern": "GKM",
+            "layer_kinds": {
+                "G": {"mixer": "gated_delta_net", "linear_num_key_heads": 2},
+                "K": {"mixer": "kda"},
+                "M": {"mixer": "mamba2"},
+            },
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "linear_chunk_size": 4,
+            "linear_norm_epsilon": 1e-2,
+            "mamba_d_head": 8,
+            "mamba_d_state": 6,
+            "mamba_chunk_size": 4,
+        },
+        TWO | {"ici_tensor_parallelism": 2, "num_pipeline_microbatches": 2},
+    ),
     "positions of kinds, sandwich norms, per-layer embeddings": (
         "llama2",
         {
