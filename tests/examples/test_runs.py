@@ -55,7 +55,7 @@ def runs(tmp_path, users_environment):
         place, users_environment | {"JAX_PLATFORMS": "cpu"}, popen=programs.popen
     )
     text = (place / "kills.yml").read_text().replace("quickstart.yml", str(EXAMPLE))
-    (place / "kills.yml").write_text(f"{text}layer_pattern: G*\n")
+    (place / "kills.yml").write_text(f"{text}layer_pattern: D*\n")
     return runs
 
 
