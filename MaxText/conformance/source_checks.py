@@ -78,11 +78,15 @@ def is_deterministic(subject: SourceSubject) -> str | None:
 def _are_equal(first: Document, second: Document) -> bool:
     if not np.array_equal(first.tokens, second.tokens):
         return False
-    arrays = [(first.loss_mask, second.loss_mask), (first.labels, second.labels)]
-    return all(
-        one is other if one is None or other is None else np.array_equal(one, other)
-        for one, other in arrays
+    return _are_equal_or_absent(first.loss_mask, second.loss_mask) and _are_equal_or_absent(
+        first.labels, second.labels
     )
+
+
+def _are_equal_or_absent(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)
 
 
 def lengths(subject: SourceSubject) -> str | None:

@@ -69,10 +69,10 @@ def mqar(rng: np.random.Generator, num_pairs: int, vocab_size: int, length: int)
     tokens = rng.integers(vocab_size, size=length)
     tokens[0 : 2 * num_pairs : 2] = keys
     tokens[1 : 2 * num_pairs : 2] = values
-    num_places = (length - 2 * num_pairs) // 2
-    weights = np.arange(1, num_places + 1) ** _QUERY_GAP_POWER
-    places = rng.choice(num_places, num_pairs, replace=False, p=weights / weights.sum())
-    positions = 2 * num_pairs + 2 * places
+    num_gaps = (length - 2 * num_pairs) // 2
+    weights = np.arange(1, num_gaps + 1) ** _QUERY_GAP_POWER
+    gaps = rng.choice(num_gaps, num_pairs, replace=False, p=weights / weights.sum())
+    positions = 2 * num_pairs + 2 * gaps
     tokens[positions] = keys
     labels = np.full(length, NO_LABEL)
     labels[positions] = values
@@ -107,11 +107,11 @@ def induction(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> Doc
     """
     marker = 1
     tokens = rng.integers(2, vocab_size, num_tokens + 1)
-    place = rng.integers(num_tokens - 1)
-    tokens[place] = marker
+    marker_position = rng.integers(num_tokens - 1)
+    tokens[marker_position] = marker
     tokens[-1] = marker
     labels = np.full(len(tokens), NO_LABEL)
-    labels[-1] = tokens[place + 1]
+    labels[-1] = tokens[marker_position + 1]
     return Document(tokens, labels=labels)
 
 

@@ -62,8 +62,8 @@ def table(
         has_experts = [name not in kind_of_dense for name in names]
         if names and not any(has_experts):
             raise LayerTableError("no layer has experts")
-        others = layers.write([kind_of_dense.get(name, name) for name in names])
-        return {**others, **write_experts(has_experts)}
+        other_keys = layers.write([kind_of_dense.get(name, name) for name in names])
+        return {**other_keys, **write_experts(has_experts)}
 
     return LayerTable((*dense_kinds, *layers.kinds), read, write)
 

@@ -94,8 +94,8 @@ def constrain_heads(x: jax.Array, *names: str | None) -> jax.Array:
       x: Its dimensions are those of `names`, then the heads, then others.
       *names: Logical axes of the dimensions before the heads.
     """
-    others = [None] * (x.ndim - len(names) - 1)
-    return with_logical_constraint(x, *names, "activation_heads", *others)
+    unconstrained = [None] * (x.ndim - len(names) - 1)
+    return with_logical_constraint(x, *names, "activation_heads", *unconstrained)
 
 
 @dataclasses.dataclass(frozen=True)

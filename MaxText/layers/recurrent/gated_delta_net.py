@@ -36,7 +36,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum
 from MaxText.layers.lowering.repeated_heads import repeat_heads
 from MaxText.layers.params import Init, param
-from MaxText.layers.part import Flops, Mixer, Scalars
+from MaxText.layers.part import Flops
 from MaxText.layers.recurrent.chunks import Chunks, DocumentMasks, is_token
 from MaxText.layers.recurrent.gates import (
     GatedRMSNorm,
@@ -45,6 +45,7 @@ from MaxText.layers.recurrent.gates import (
     log_of_uniform,
     unit_length,
 )
+from MaxText.layers.recurrent.recurrent_mixer import RecurrentMixer
 from MaxText.layers.recurrent.short_convolution import ShortConvolution
 from MaxText.layers.recurrent.state_passing import DeltaUpdates, pass_corrected_states
 from MaxText.layers.recurrent.triangular_inverse import num_products, unit_lower_inverse
@@ -77,7 +78,7 @@ class DeltaInputs(NamedTuple):
 
 
 @register("mixer", "gated_delta_net")
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(RecurrentMixer):
     """Gated DeltaNet (formulas above)."""
 
     rows: ClassVar = {
@@ -123,31 +124,11 @@ class GatedDeltaNet(Mixer):
         declare = functools.partial(param, rngs, (N,), ("q_heads",), dtype=init.weight_dtype)
         self.A_log = declare(log_of_uniform(0.01, 16.0))
         self.dt_bias = declare(inverse_softplus_of_log_uniform(1e-3, 0.1))
-        epsilon = keys.linear_norm_epsilon
-        if epsilon is None:
-            epsilon = config.block.normalization_layer_epsilon
-        self.norm = GatedRMSNorm(V, epsilon, init, rngs)
+        self.norm = GatedRMSNorm(V, norm_epsilon(config), init, rngs)
         out_axes = ("q_heads", "kv", "embed")
         self.out = Dense((N, V), (D,), out_axes, draw.attention_output, init, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and no losses."""
-        y_BTD, _ = self.prefill(x_BTD, context)
-        return y_BTD, {}
-
-    def prefill(
-        self, x_BTD: jax.Array, context: ForwardContext
-    ) -> tuple[jax.Array, GatedDeltaNetState]:
-        """Returns the output of whole sequences, and the state after them."""
-        return self._continue(x_BTD, None, context)
-
-    def decode_step(
-        self, x_BTD: jax.Array, state: GatedDeltaNetState, context: ForwardContext
-    ) -> tuple[jax.Array, GatedDeltaNetState]:
-        """Returns the output of further tokens, and the state after them."""
-        return self._continue(x_BTD, state, context)
-
-    def _continue(
+    def advance(
         self, x_BTD: jax.Array, state: GatedDeltaNetState | None, context: ForwardContext
     ) -> tuple[jax.Array, GatedDeltaNetState]:
         """Returns the output, and the state after the last token.
@@ -214,7 +195,6 @@ class GatedDeltaNet(Mixer):
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs of the delta rule, by row of the FLOPs table."""
         keys = config.recurrent
-        M = keys.linear_num_key_heads
         N = keys.linear_num_value_heads
         K = keys.linear_key_head_dim
         V = keys.linear_value_head_dim
@@ -222,10 +202,10 @@ class GatedDeltaNet(Mixer):
         filled = -(-length // C) * C / length  # with the tokens that fill the last chunk
         of_state = 6.0 * K * V  # V and o from S, and S
         in_chunk = 2 * C * (K + 2 * V)  # V before S, what is subtracted from it, o from V
-        pairs = 4 * C * K  # of keys with keys, and of queries with keys
+        pairs = cls.pair_flops(keys, C)
         inverse = filled * N * 2 * C * C
         return {
-            "delta rule": Flops(N * of_state, filled * (N * (of_state + in_chunk) + M * pairs)),
+            "delta rule": Flops(N * of_state, filled * (N * (of_state + in_chunk) + pairs)),
             # The backward pass has two products of its own, and none of those of the inverse.
             "inverses of chunks": Flops(
                 by_rule=0.0,
@@ -236,12 +216,27 @@ class GatedDeltaNet(Mixer):
         }
 
     @classmethod
+    def num_key_heads(cls, keys: RecurrentConfig) -> int:
+        """Returns M."""
+        return keys.linear_num_key_heads
+
+    @classmethod
+    def pair_flops(cls, keys: RecurrentConfig, chunk: int) -> float:
+        """Returns FLOPs per token of the products of keys with keys, and of queries with keys.
+
+        Args:
+          keys: Sizes of the mixer.
+          chunk: C.
+        """
+        return cls.num_key_heads(keys) * 4 * chunk * keys.linear_key_head_dim
+
+    @classmethod
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
         """Returns bytes of a GatedDeltaNetState per sequence: (per token, fixed)."""
         keys = config.recurrent
-        queries_and_keys = 2 * keys.linear_num_key_heads * keys.linear_key_head_dim
+        queries_and_keys = 2 * cls.num_key_heads(keys) * keys.linear_key_head_dim
         values = keys.linear_num_value_heads * keys.linear_value_head_dim
         memory = values * keys.linear_key_head_dim
         num_kept = keys.linear_conv_kernel_dim - 1
@@ -255,6 +250,12 @@ class GatedDeltaNet(Mixer):
             "linear_num_key_heads": ("kv_heads", keys.linear_num_key_heads),
             "linear_num_value_heads": ("heads", keys.linear_num_value_heads),
         }
+
+
+def norm_epsilon(config: ModelConfig) -> float:
+    """Returns the epsilon of the gated norm: linear_norm_epsilon, or that of the model's norms."""
+    epsilon = config.recurrent.linear_norm_epsilon
+    return config.block.normalization_layer_epsilon if epsilon is None else epsilon
 
 
 def delta_rule(
@@ -297,9 +298,7 @@ def delta_rule(
     to_end = _masked_exp(sums[..., -1:] - sums, remains)
     pairs = repeated(product("jpbmck,jpbmdk->jpbmcd", k, k))
     below = beta[..., None] * pairs * decay
-    # One pass of bfloat16 would not do; see there.
-    inverse_precision = "highest" if precision == "highest" else "high"
-    solution = unit_lower_inverse(jnp.tril(below, -1), inverse_precision) * beta[..., None, :]
+    solution = unit_lower_inverse(jnp.tril(below, -1), precision) * beta[..., None, :]
     weights = grouped(solution * since_begin[..., None, :])
     states = pass_corrected_states(
         DeltaUpdates(

@@ -24,14 +24,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.layer_sections import Dimensions, RecurrentConfig
+from MaxText.config.layer_sections import RecurrentConfig
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum
 from MaxText.layers.params import Init, param
-from MaxText.layers.part import Flops
 from MaxText.layers.recurrent.chunks import Chunks
 from MaxText.layers.recurrent.decayed_products import (
     decayed_products,
@@ -39,7 +38,7 @@ from MaxText.layers.recurrent.decayed_products import (
     product_flops,
     with_diagonal,
 )
-from MaxText.layers.recurrent.gated_delta_net import DeltaInputs, GatedDeltaNet
+from MaxText.layers.recurrent.gated_delta_net import DeltaInputs, GatedDeltaNet, norm_epsilon
 from MaxText.layers.recurrent.gates import (
     GatedRMSNorm,
     inverse_softplus_of_log_uniform,
@@ -48,7 +47,7 @@ from MaxText.layers.recurrent.gates import (
 )
 from MaxText.layers.recurrent.short_convolution import ShortConvolution
 from MaxText.layers.recurrent.state_passing import DeltaUpdates, pass_corrected_states
-from MaxText.layers.recurrent.triangular_inverse import num_products, unit_lower_inverse
+from MaxText.layers.recurrent.triangular_inverse import unit_lower_inverse
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 _HEAD_AXES = ("q_heads", "kv")
@@ -115,10 +114,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         declare = functools.partial(param, rngs, dtype=init.weight_dtype)
         self.A_log = declare((N,), ("q_heads",), log_of_uniform(1.0, 16.0))
         self.dt_bias = declare((N, K), _HEAD_AXES, inverse_softplus_of_log_uniform(1e-3, 0.1))
-        epsilon = keys.linear_norm_epsilon
-        if epsilon is None:
-            epsilon = config.block.normalization_layer_epsilon
-        self.norm = GatedRMSNorm(V, epsilon, init, rngs, activation=jax.nn.sigmoid)
+        self.norm = GatedRMSNorm(V, norm_epsilon(config), init, rngs, activation=jax.nn.sigmoid)
         out_axes = (*_HEAD_AXES, "embed")
         self.out = dense((N, V), (D,), out_axes, draw.attention_output)
 
@@ -148,39 +144,15 @@ class KimiDeltaAttention(GatedDeltaNet):
         return channelwise_delta_rule(inputs, memory_BNKV, context, chunks, self.precision)
 
     @classmethod
-    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Returns FLOPs of the delta rule, by row of the FLOPs table."""
-        keys = config.recurrent
-        N = keys.linear_num_value_heads
-        K = keys.linear_key_head_dim
-        V = keys.linear_value_head_dim
-        C = min(keys.linear_chunk_size, length)
-        filled = -(-length // C) * C / length  # with the tokens that fill the last chunk
-        of_state = 6.0 * K * V  # V and o from S, and S
-        in_chunk = 2 * C * (K + 2 * V)  # V before S, what is subtracted from it, o from V
-        pairs = 2 * product_flops(C, K)  # of keys with keys, and of queries with keys
-        inverse = filled * N * 2 * C * C
-        return {
-            "delta rule": Flops(N * of_state, filled * N * (of_state + in_chunk + pairs)),
-            # The backward pass has two products of its own, and none of those of the inverse.
-            "inverses of chunks": Flops(
-                by_rule=0.0,
-                hardware_flops=num_products(C) * inverse,
-                recomputed=2 * inverse,
-                backward=0,
-            ),
-        }
+    def num_key_heads(cls, keys: RecurrentConfig) -> int:
+        """Returns N: every head has keys of its own."""
+        return keys.linear_num_value_heads
 
     @classmethod
-    def state_bytes(
-        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        """Returns bytes of a GatedDeltaNetState per sequence: (per token, fixed)."""
-        keys = config.recurrent
-        N = keys.linear_num_value_heads
-        K = keys.linear_key_head_dim
-        V = keys.linear_value_head_dim
-        return 0, 4 * N * (K * V + (keys.linear_conv_kernel_dim - 1) * (2 * K + V))
+    def pair_flops(cls, keys: RecurrentConfig, chunk: int) -> float:
+        """Returns FLOPs per token of the decayed products; see `GatedDeltaNet.pair_flops`."""
+        products = 2 * product_flops(chunk, keys.linear_key_head_dim)
+        return cls.num_key_heads(keys) * products
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
@@ -218,9 +190,7 @@ def channelwise_delta_rule(
     q, k, v, beta, log_a = (chunks.split(x) for x in inputs._replace(log_a=log_a_BTNK))
     pairs = decayed_products((k, q), (k,), log_a, precision)
     [[key_pairs], [query_pairs]] = pairs.products_CC
-    # One pass of bfloat16 would not do; see there.
-    inverse_precision = "highest" if precision == "highest" else "high"
-    inverse = unit_lower_inverse(beta[..., None] * key_pairs, inverse_precision)
+    inverse = unit_lower_inverse(beta[..., None] * key_pairs, precision)
     solution = inverse * beta[..., None, :]
     since_begin = jnp.exp(pairs.since_begin_CK)
     states = pass_corrected_states(

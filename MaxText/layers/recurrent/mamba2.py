@@ -31,9 +31,10 @@ from MaxText.layers.dense import Dense, einsum_f32, scaled
 from MaxText.layers.lowering.repeated_heads import repeat_heads
 from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.params import Init, constant, param
-from MaxText.layers.part import Flops, Mixer, Scalars
+from MaxText.layers.part import Flops
 from MaxText.layers.recurrent.chunks import Chunks, DocumentMasks, constrain_heads, is_token
 from MaxText.layers.recurrent.gates import inverse_softplus_of_log_uniform
+from MaxText.layers.recurrent.recurrent_mixer import RecurrentMixer
 from MaxText.layers.recurrent.short_convolution import ShortConvolution
 from MaxText.layers.recurrent.state_passing import pass_decayed_states
 
@@ -63,7 +64,7 @@ class StateSpaceInputs(NamedTuple):
 
 
 @register("mixer", "mamba2")
-class Mamba2(Mixer):
+class Mamba2(RecurrentMixer):
     """Mamba-2 (formulas above)."""
 
     rows: ClassVar = {
@@ -166,22 +167,7 @@ class Mamba2(Mixer):
         newest = (keys.mamba_d_conv - 1) * num_convolved
         return 0, 4 * (newest + num_channels * keys.mamba_d_state)
 
-    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and no losses."""
-        y_BTD, _ = self._continue(x_BTD, None, context)
-        return y_BTD, {}
-
-    def prefill(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Mamba2State]:
-        """Returns the output of prompts, and the state after them."""
-        return self._continue(x_BTD, None, context)
-
-    def decode_step(
-        self, x_BTD: jax.Array, state: Mamba2State, context: ForwardContext
-    ) -> tuple[jax.Array, Mamba2State]:
-        """Returns the output of new tokens, and the state after them."""
-        return self._continue(x_BTD, state, context)
-
-    def _continue(
+    def advance(
         self, x_BTD: jax.Array, state: Mamba2State | None, context: ForwardContext
     ) -> tuple[jax.Array, Mamba2State]:
         """Returns the output of further tokens, and the state after them.

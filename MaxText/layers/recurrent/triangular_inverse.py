@@ -37,10 +37,10 @@ def unit_lower_inverse(below_CC: jax.Array, precision: str | None) -> jax.Array:
 
     Args:
       below_CC: A, float32.
-      precision: Of the products, a name of jax.lax.Precision. One bfloat16 pass is too few where A
-        has elements of 1 or more, as repeated keys make them.
+      precision: Of the products, a name of jax.lax.Precision. At least "high" is used: one bfloat16
+        pass is too few where A has elements of 1 or more, as repeated keys make them.
     """
-    inverse: Any = _inverse(below_CC, precision)
+    inverse: Any = _inverse(below_CC, "highest" if precision == "highest" else "high")
     return inverse
 
 
