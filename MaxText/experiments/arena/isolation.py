@@ -80,6 +80,14 @@ class Watch:
         self._checking = threading.local()  # an event of a thread's own check is not looked at
         sys.addaudithook(self._on_event)
 
+    def is_candidates(self, file: str) -> bool:
+        """Returns whether a source file, as a code object names it, is the candidate's."""
+        if file not in self._is_candidates:
+            path = os.path.realpath(file)
+            is_user = not file.startswith("<") and not path.startswith(_installed())
+            self._is_candidates[file] = is_user and path not in self._trusted
+        return self._is_candidates[file]
+
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Raises IsolationError for a refused event below code of the candidate."""
         if event != "open" and event not in _REFUSED_EVENTS:
@@ -118,11 +126,7 @@ class Watch:
             file = frame.f_code.co_filename
             if file.endswith(_COMPILATION_CACHE):
                 return ""
-            if file not in self._is_candidates:
-                path = os.path.realpath(file)
-                is_user = not file.startswith("<") and not path.startswith(_installed())
-                self._is_candidates[file] = is_user and path not in self._trusted
-            if self._is_candidates[file]:
+            if self.is_candidates(file):
                 return f"{Path(file).name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
