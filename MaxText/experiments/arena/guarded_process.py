@@ -43,13 +43,14 @@ def measure_command(config: Path, half: str, trusted: Collection[str] = ()) -> l
 
 def _train(config: str, trusted: Collection[str]) -> int:
     """Trains; returns an exit code of exit_codes.py."""
-    from MaxText import exit_codes, train
+    from MaxText import exit_codes
     from MaxText.experiments.arena.isolation import Guard, IsolationError
+    from MaxText.train import train_from_command_line
 
     guard = Guard(trusted)
     sys.argv = [str(_SCRIPT.parents[2] / "train.py"), config]
     try:
-        code = train.train_from_command_line()
+        code = train_from_command_line()
     except IsolationError:
         code = exit_codes.USER_ERROR
     problems = guard.problems()

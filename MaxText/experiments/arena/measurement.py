@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from MaxText.config.loading import load
+from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError, first_line
 from MaxText.experiments.arena.guarded_process import measure_command
@@ -214,6 +215,8 @@ def write(config_path: Path, half: Half, guard: Guard) -> None:
         config = load([str(config_path)]).config
         start_up.choose_platform(config.run.hardware)
         measurement = measure(config, half)
+    except ConfigurationError as error:
+        measurement = _failed("; ".join(issue.text for issue in error.problems))
     except Exception as error:  # a candidate can raise anything
         measurement = _failed(f"{type(error).__name__}: {first_line(error)}")
     reasons = tuple(dict.fromkeys((*guard.problems(), *measurement.reasons)))
