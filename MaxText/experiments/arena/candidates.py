@@ -180,30 +180,22 @@ def read_candidate(spec: str, baseline: Config, keys: Sequence[str] = ()) -> Can
     """
     guard = Guard(trusted=baseline.run.import_modules)
     try:
-        file, *own_keys = shlex.split(spec)
-    except ValueError as error:
-        raise CandidateRefusedError([f"{spec!r} is not a candidate: {error}"]) from error
+        return _read(spec, baseline, keys, guard)
+    except CandidateRefusedError:
+        guard.watch.stop()
+        raise
+
+
+def _read(spec: str, baseline: Config, keys: Sequence[str], guard: Guard) -> Candidate:
+    """Returns a candidate, with a guard from before it is imported; see `read_candidate`."""
     before = set(source_files())
-    try:
-        if file.endswith(_CONFIG_FILES):
-            label = Path(file).stem
-            config = load([file, *keys, *own_keys], _PROGRAM).config
-        else:
-            label, config = _with_part(file, own_keys, baseline)
-    except ConfigurationError as error:
-        raise CandidateRefusedError([issue.text for issue in error.problems]) from error
-    except UserError as error:
-        raise CandidateRefusedError([str(error)]) from error
-    except Exception as error:  # the code of a candidate can raise anything
-        raise CandidateRefusedError(
-            [f"{file} cannot be loaded: {type(error).__name__}: {first_line(error)}"]
-        ) from error
+    label, config = _load(spec, baseline, keys)
     imported = [path for path in source_files() if path not in before]
     changes = diff_configs(flatten(baseline), flatten(config))
     reasons = closed_changes(changes) + _undeclared_files(imported, config.run.import_modules)
     reasons += _registered_data(config)
     if reasons:
-        raise CandidateRefusedError(reasons)
+        raise CandidateRefusedError([*guard.problems(), *reasons])
     files = {path: _sha256(path) for path in imported}
     return Candidate(
         label=label,
@@ -214,6 +206,26 @@ def read_candidate(spec: str, baseline: Config, keys: Sequence[str] = ()) -> Can
         source_hash=configuration_hash(config, files),
         guard=guard,
     )
+
+
+def _load(spec: str, baseline: Config, keys: Sequence[str]) -> tuple[str, Config]:
+    """Returns the label and the configuration of a candidate; see `read_candidate`."""
+    try:
+        file, *own_keys = shlex.split(spec)
+    except ValueError as error:
+        raise CandidateRefusedError([f"{spec!r} is not a candidate: {error}"]) from error
+    try:
+        if file.endswith(_CONFIG_FILES):
+            return Path(file).stem, load([file, *keys, *own_keys], _PROGRAM).config
+        return _with_part(file, own_keys, baseline)
+    except ConfigurationError as error:
+        raise CandidateRefusedError([issue.text for issue in error.problems]) from error
+    except UserError as error:
+        raise CandidateRefusedError([str(error)]) from error
+    except Exception as error:  # the code of a candidate can raise anything
+        raise CandidateRefusedError(
+            [f"{file} cannot be loaded: {type(error).__name__}: {first_line(error)}"]
+        ) from error
 
 
 def _with_part(spec: str, own_keys: Sequence[str], baseline: Config) -> tuple[str, Config]:

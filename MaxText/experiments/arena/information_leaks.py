@@ -71,19 +71,19 @@ def find_leaks(
     """
     tolerance = TOLERANCES.get(dtype, _TOLERANCE)
     expected_BT = np.asarray(losses(params, batch))
-    leaks = []
+    errors: dict[str, float] = {}  # largest one by what was changed
     for change in _changes(batch, np.random.default_rng(seed)):
         changed = dataclasses.replace(batch, tokens_BT=change.tokens_BT)
         error_BT = np.abs(np.asarray(losses(params, changed)) - expected_BT)
         is_counted_BT = change.is_unaffected_BT & (np.asarray(batch.loss_mask_BT) > 0)
         error_T = np.sum(error_BT, axis=0, where=is_counted_BT)
         error = np.max(error_T / np.maximum(is_counted_BT.sum(axis=0), 1), initial=0.0)
-        if not error <= tolerance:
-            leaks.append(
-                f"the loss of a target changes by {error:.2g} nats with {change.name}, "
-                "which it may not see"
-            )
-    return list(dict.fromkeys(leaks))
+        errors[change.name] = np.maximum(errors.get(change.name, 0.0), error)  # passes on NaN
+    return [
+        f"it sees {name}: the loss of a target changes by {error:.2g} nats with them"
+        for name, error in errors.items()
+        if not error <= tolerance
+    ]
 
 
 def _changes(batch: Batch, generator: np.random.Generator) -> Iterator[_Change]:

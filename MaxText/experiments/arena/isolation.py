@@ -66,7 +66,7 @@ class Watch:
     """
 
     def __init__(self, trusted: Collection[str] = ()):
-        """Watches from now on, for as long as the process lives: a hook cannot be removed.
+        """Watches from now on, until `stop`.
 
         Args:
           trusted: Source files of the session, such as those of its data. So are all files that
@@ -78,7 +78,12 @@ class Watch:
         devices = ("/dev", "/proc", "/sys")
         self._readable = (*_installed(), *map(_folder, devices))
         self._checking = threading.local()  # an event of a thread's own check is not looked at
+        self._is_active = True  # a hook itself cannot be removed
         sys.addaudithook(self._on_event)
+
+    def stop(self) -> None:
+        """Refuses nothing from now on."""
+        self._is_active = False
 
     def is_candidates(self, file: str) -> bool:
         """Returns whether a source file, as a code object names it, is the candidate's."""
@@ -90,7 +95,7 @@ class Watch:
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Raises IsolationError for a refused event below code of the candidate."""
-        if event != "open" and event not in _REFUSED_EVENTS:
+        if not self._is_active or (event != "open" and event not in _REFUSED_EVENTS):
             return
         if getattr(self._checking, "active", False):
             return

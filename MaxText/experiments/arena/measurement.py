@@ -163,7 +163,7 @@ def measure(config: Config, half: Half) -> Measurement:
     def losses(params: Params, batch: Batch) -> np.ndarray:
         return np.asarray(compiled(params, trained.sharding.to_global_batch(batch, batch_size)))
 
-    reasons = _step_reasons(weights.folder, run.steps)
+    reasons = step_reasons(weights.folder, run.steps)
     total_nats = total_weights = 0.0
     num_targets = num_bytes = 0
     bytes_are_known = True
@@ -195,7 +195,7 @@ def measure(config: Config, half: Half) -> Measurement:
     )
 
 
-def _step_reasons(checkpoint: str, steps: int) -> list[str]:
+def step_reasons(checkpoint: str, steps: int) -> list[str]:
     """Returns a reason if a checkpoint is of a later step than the run has."""
     name = Path(checkpoint).name
     if name.isdigit() and int(name) >= steps:
