@@ -21,7 +21,7 @@ _NUM_DRAWS = 1000
 
 
 def smallest_speedup(
-    computes: Sequence[float],
+    computes: Sequence[float] | np.ndarray,
     num_seeds: int,
     noise: Noise | None = None,
     *,

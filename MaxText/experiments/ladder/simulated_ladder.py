@@ -82,7 +82,7 @@ def draw_noise(generator: np.random.Generator, rung_to_seed: float = 1.0) -> Noi
 
 def simulate_ladder(
     generator: np.random.Generator,
-    computes: Sequence[float],
+    computes: Sequence[float] | np.ndarray,
     num_seeds: int,
     *,
     law: SimulatedLaw,
@@ -116,7 +116,7 @@ def simulate_ladder(
     return arms[0], arms[1]
 
 
-def _arm(label: str, computes: Sequence[float], losses: np.ndarray) -> Arm:
+def _arm(label: str, computes: Sequence[float] | np.ndarray, losses: np.ndarray) -> Arm:
     """Returns an arm from losses [R, seeds], sized at 6 FLOPs per parameter and token."""
     rungs = []
     for compute, row in zip(computes, losses, strict=True):

@@ -16,7 +16,7 @@ from MaxText.formatting import short_count
 Outcome = Literal["worked", "did not work", "mixed", "not decided"]
 
 _MAX_SPREAD = 2.0  # ratio of the deviations of seeds at small and large rungs
-_SPREAD_LEVEL = 0.05  # of the F test of that ratio
+_SPREAD_LEVEL = 0.01  # of the F test of that ratio: few seeds spread unevenly by chance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Verdict:
         for currency, places in self.intervals.items():
             numbers = [f"{place} {format_interval(places[place])}" for place in places]
             lines.append(
-                f"Effective speed-up in {describe_currency(currency)}, {self.level:.4g} intervals: "
+                f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % intervals: "
                 f"{'; '.join(numbers)}."
             )
         lines.append(f"Seen at {self.seen}.")
