@@ -21,7 +21,7 @@ MIN_CELLS = 25
 MIN_RATIO_SPAN = 8.0  # of tokens per parameter
 HUBER_DELTA = 1e-3
 NUM_BOOTSTRAPS = 400
-_NUM_STARTS = 24  # the best of the grid, refined
+_NUM_STARTS = 8  # the best of the grid, refined
 # ln A, ln B, ln E, alpha, beta: the grid of Hoffmann et al., appendix D.3.
 _GRID = (
     (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
@@ -59,16 +59,14 @@ class SizeLaw:
         )
         return Interval.of(loss)
 
-    def optimal_parameters(
-        self, compute: float, flops_per_parameter_token: float = 6.0
-    ) -> Interval:
-        """Returns the parameters of least loss at C = 6 N D FLOPs.
+    def optimal_parameters(self, compute: float) -> Interval:
+        """Returns the parameters of least loss at C = 6 N D FLOPs (Hoffmann, equation 4).
 
         N = G (C / 6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta)).
         """
         total = self.alpha + self.beta
         log_g = (np.log(self.alpha / self.beta) + self.log_a - self.log_b) / total
-        log_budget = math.log(compute / flops_per_parameter_token)
+        log_budget = math.log(compute / 6)
         return Interval.of(np.exp(log_g + self.beta / total * log_budget))
 
 
@@ -183,8 +181,8 @@ def _minimize(cells: _Cells, start: np.ndarray) -> np.ndarray:
         loss="huber",
         f_scale=HUBER_DELTA,
         x_scale="jac",
-        ftol=1e-12,
-        xtol=1e-12,
+        ftol=1e-10,
+        xtol=1e-10,
         gtol=1e-12,
         max_nfev=500,
     ).x
