@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 from MaxText.errors import UserError
 from MaxText.experiments.ladder.measurements import LEVEL, Arm, Interval, Rung
@@ -149,9 +150,6 @@ class Speedup:
             raise AssertionError("an estimate of at least one timing has a mean")
         if ratio.std is None:
             return ratio.mean
-        # scipy.special, because scipy.stats takes a second to import.
-        from scipy.special import stdtrit
-
         error = ratio.std / math.sqrt(ratio.count)
         return ratio.mean + error * stdtrit(ratio.count - 1, self.standard_t)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from scipy.special import fdtrc  # scipy.stats takes a second to import
 
 from MaxText.errors import UserError
 from MaxText.experiments.ladder.effective_speedup import FLOPS, TIME, Speedup
@@ -218,8 +219,5 @@ def _spread_ratio(rungs: Sequence[Rung]) -> float:
             return 1.0
         pooled.append((squares / degrees, degrees))
     (low, low_degrees), (high, high_degrees) = sorted(pooled)
-    # scipy.special, because scipy.stats takes a second to import.
-    from scipy.special import fdtrc
-
     p_value = 2 * float(fdtrc(high_degrees, low_degrees, high / low))
     return math.sqrt(high / low) if p_value < _SPREAD_LEVEL else 1.0
