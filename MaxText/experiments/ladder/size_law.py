@@ -175,7 +175,7 @@ def _minimize(cells: _Cells, start: np.ndarray) -> np.ndarray:
     return least_squares(
         cells.residuals,
         start,
-        cells.jacobian,
+        cells.jacobian,  # pyright: ignore[reportArgumentType]  # declared as a name only
         loss="huber",
         f_scale=HUBER_DELTA,
         x_scale="jac",
