@@ -131,7 +131,7 @@ class Speedup:
     intercept: np.ndarray  # ln S at `center`, [K]
     slope: np.ndarray  # of ln S per e-fold of compute, [K]
     constant_draws: np.ndarray  # ln S, [K]
-    standard_t: np.ndarray  # Student draws for the ratio of throughputs, uniform quantiles: [K]
+    timing_quantiles: np.ndarray  # uniform, of Student's t for the ratio of throughputs: [K]
 
     @property
     def top(self) -> float:
@@ -151,7 +151,7 @@ class Speedup:
         if ratio.std is None:
             return ratio.mean
         error = ratio.std / math.sqrt(ratio.count)
-        return ratio.mean + error * stdtrit(ratio.count - 1, self.standard_t)
+        return ratio.mean + error * stdtrit(ratio.count - 1, self.timing_quantiles)
 
     def line_draws(self, compute: float, currency: str = FLOPS) -> np.ndarray:
         """Returns draws of ln S on the line: float [K].
@@ -263,7 +263,7 @@ def measure_speedup(
         intercept=line[:, 0],
         slope=line[:, 1],
         constant_draws=constant[:, 0],
-        standard_t=generator.uniform(size=num_draws),
+        timing_quantiles=generator.uniform(size=num_draws),
     )
 
 

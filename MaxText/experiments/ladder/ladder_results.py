@@ -294,6 +294,22 @@ def ladder_json(results: LadderResults) -> JsonObject:
     }
 
 
+def cost_sentence(results: LadderResults) -> str:
+    """Returns what all finished runs of a ladder cost together."""
+    rungs = [rung for arm in results.arms for rung in arm.rungs]
+    counts = [len(rung.losses) + len(rung.diverged) for rung in rungs]
+    flops = sum(count * rung.compute for count, rung in zip(counts, rungs, strict=True))
+    text = f"{sum(counts)} runs: {formatting.format_operations(flops)} FLOPs"
+    seconds = [_seconds(rung) for rung in rungs]
+    known = [value for value in seconds if value is not None]
+    if len(known) == len(rungs):
+        total = sum(count * value for count, value in zip(counts, known, strict=True))
+        text += f", {formatting.short_time(total)} of training steps"
+    if any(arm.num_diverged for arm in results.arms):
+        text += "; diverged runs are counted whole"
+    return f"{text}."
+
+
 PREDICTION_HEADER = ("configuration", "FLOPs", "predicted", "measured", "inside", "SHA-256")
 
 

@@ -328,6 +328,9 @@ def test_files_of_a_ladder(tmp_path):
     assert text.index("<h2>Curves</h2>") < text.index('<form id="controls"')
     assert text.count('<form id="controls"') == 1
     assert outcomes[0].sha256 in text
+    num_runs = sum(len(rung.losses) for arm in arms for rung in arm.rungs)
+    flops = 4 * sum(COMPUTES)
+    assert f"{num_runs} runs: {flops:.3g} FLOPs" in text
 
 
 def test_a_single_arm_has_a_law_and_no_verdict():
