@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from MaxText.experiments.ladder.effective_speedup import measure_speedup
+from MaxText.experiments.ladder.ladder_verdict import judge
 from MaxText.experiments.ladder.measurements import Arm, Interval
 from MaxText.experiments.ladder.scaling_law import fit_given_asymptotes, fit_law
 from MaxText.experiments.ladder.simulated_ladder import (
@@ -30,7 +31,6 @@ from MaxText.experiments.ladder.simulated_ladder import (
     draw_noise,
     simulate_ladder,
 )
-from MaxText.experiments.ladder.verdict import judge
 
 
 @dataclasses.dataclass(frozen=True)

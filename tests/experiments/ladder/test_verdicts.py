@@ -21,6 +21,7 @@ from MaxText.experiments.ladder.ladder_results import (
     rung_table,
     summary_of,
 )
+from MaxText.experiments.ladder.ladder_verdict import judge, warnings_of
 from MaxText.experiments.ladder.measurements import LEVEL, Arm, Rung
 from MaxText.experiments.ladder.scaling_law import fit_law
 from MaxText.experiments.ladder.simulated_ladder import (
@@ -29,7 +30,6 @@ from MaxText.experiments.ladder.simulated_ladder import (
     measure_noise,
     simulate_ladder,
 )
-from MaxText.experiments.ladder.verdict import judge, warnings_of
 from MaxText.monitoring.run_record import read_run
 from MaxText.reports.report_writer import write_report
 from tests.reports.run_files import completed

@@ -21,7 +21,7 @@ _SPREAD_LEVEL = 0.01  # of the F test of that ratio: few seeds spread unevenly b
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class LadderVerdict:
     """Outcome of a ladder for one variant, with the intervals of S behind it."""
 
     label: str
@@ -68,7 +68,7 @@ def judge(
     *,
     currencies: Sequence[str] = (FLOPS,),
     num_variants: int = 1,
-) -> Verdict:
+) -> LadderVerdict:
     """Judges a variant.
 
     Mixed: bottom and top rung, or two currencies at the top, exclude 1 on opposite sides. Worked:
@@ -97,7 +97,7 @@ def judge(
     if speedup is not None:
         intervals = {currency: _places(speedup, currency, level) for currency in currencies}
     outcome, reason = _decide(baseline, variant, intervals)
-    return Verdict(
+    return LadderVerdict(
         label=variant.label,
         baseline=baseline.label,
         outcome=outcome,
