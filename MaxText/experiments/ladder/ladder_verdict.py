@@ -16,6 +16,14 @@ from MaxText.formatting import short_count
 
 Outcome = Literal["worked", "did not work", "mixed", "not decided"]
 
+# Keys of a verdict's intervals, and their words.
+_PLACES = {
+    "bottom": "bottom rung",
+    "center": "center",
+    "top": "top rung",
+    "projected": f"{MAX_PROJECTION:g} times the top",
+    "constant": "as a constant",
+}
 _MAX_SPREAD = 2.0  # ratio of the deviations of seeds at small and large rungs
 _SPREAD_LEVEL = 0.01  # of the F test of that ratio: few seeds spread unevenly by chance
 
@@ -39,7 +47,9 @@ class LadderVerdict:
         """The verdict in words, with its numbers and where it was seen."""
         lines = [f"{self.label} against {self.baseline}: {self.outcome}. {self.reason}"]
         for currency, places in self.intervals.items():
-            numbers = [f"{place} {format_interval(places[place])}" for place in places]
+            numbers = [
+                f"{_PLACES[place]} {format_interval(interval)}" for place, interval in places.items()
+            ]
             lines.append(
                 f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % "
                 f"intervals: {'; '.join(numbers)}."
