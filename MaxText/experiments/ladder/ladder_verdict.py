@@ -48,7 +48,8 @@ class LadderVerdict:
         lines = [f"{self.label} against {self.baseline}: {self.outcome}. {self.reason}"]
         for currency, places in self.intervals.items():
             numbers = [
-                f"{_PLACES[place]} {format_interval(interval)}" for place, interval in places.items()
+                f"{_PLACES[place]} {format_interval(interval)}"
+                for place, interval in places.items()
             ]
             lines.append(
                 f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % "
