@@ -104,6 +104,7 @@ def test_labels_are_products_of_permutation_matrices(group, num_things):
     if group == "a5":
         matrices = [matrix for matrix in matrices if round(np.linalg.det(matrix)) == 1]
     record = probes.group_products(generator(3), 40, group)
+    assert record.labels is not None
     product = identity
     for token, label in zip(record.tokens, record.labels, strict=True):
         product = product @ matrices[token - 1]
@@ -115,6 +116,7 @@ def test_lengths_positions_and_elements_are_uniform():
     copies = [probes.copy(generator(seed), 20) for seed in range(2000)]
     records = [probes.induction(generator(seed), 20, 6) for seed in range(2000)]
     elements = probes.group_products(generator(), 20_000, "a5")
+    assert elements.labels is not None
     counts = {
         "letters of copy": np.bincount([(len(r.tokens) - 1) // 2 - 1 for r in copies]),
         "positions of the marker": np.bincount([r.tokens.tolist().index(1) for r in records]),
