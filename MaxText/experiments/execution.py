@@ -278,7 +278,9 @@ def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, l
             log(f"{name}: diverged at step {record.last_step}, {format_duration(run_seconds)}")
             continue
         loss = format_loss(record.final_loss)
-        line = f"{name}: validation loss {loss}, {format_duration(run_seconds)}"
+        accuracy = record.final_accuracy
+        of_labels = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        line = f"{name}: validation loss {loss}{of_labels}, {format_duration(run_seconds)}"
         if not is_resumed:
             work += run.weight
             seconds += run_seconds
