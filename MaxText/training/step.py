@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from MaxText.config.training_sections import GuardConfig
+from MaxText.config.training_sections import GuardConfig, ParameterAverageConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.lowering.optimizer_update import (
@@ -32,7 +32,9 @@ from MaxText.training import spike_guard
 from MaxText.training.model_objective import FrozenParams
 from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
 from MaxText.training.optimizer import updated_by_rule
+from MaxText.training.parameter_average import initial_average, update_average
 from MaxText.training.state import TrainState
+from MaxText.training.stochastic_rounding import add_updates_stochastically
 from MaxText.value_types import Tree
 
 Metrics = dict[str, jax.Array]  # scalars by name
@@ -40,6 +42,7 @@ Metrics = dict[str, jax.Array]  # scalars by name
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
+_NO_AVERAGE = ParameterAverageConfig()
 
 
 class _Constants(NamedTuple):
@@ -63,7 +66,10 @@ _GradientFunction = Callable[[Params, Batch, _Constants, jax.Array | None], _Los
 
 
 def make_initialize(
-    model: Model, optimizer: optax.GradientTransformation, guard: GuardConfig = _NO_GUARD
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    guard: GuardConfig = _NO_GUARD,
+    averaging: ParameterAverageConfig = _NO_AVERAGE,
 ) -> Callable[[jax.Array], TrainState]:
     """Returns a pure function from a random key to a fresh state.
 
@@ -71,6 +77,7 @@ def make_initialize(
       model: With `auto` values resolved.
       optimizer: From `make_optimizer`; its state is part of the train state.
       guard: Of spikes; its state is None if it is disabled.
+      averaging: Of parameters; the average is None if it is disabled.
     """
 
     def initialize(key: jax.Array) -> TrainState:
@@ -80,6 +87,7 @@ def make_initialize(
             params=params,
             opt_state=optimizer.init(params),
             guard=spike_guard.initial_state(guard),
+            average=initial_average(averaging, params),
         )
 
     return initialize
@@ -92,6 +100,8 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     guard: GuardConfig = _NO_GUARD,
+    averaging: ParameterAverageConfig = _NO_AVERAGE,
+    rounds_stochastically: bool = False,
     repeat_update: bool = True,
     offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
@@ -111,9 +121,11 @@ def make_train_step(
         step, skipped ones included, and the cost is that of a few scalars.
       num_microbatches: Parts of a batch whose gradients are accumulated one by one.
       guard: Of spikes; as in make_initialize.
+      averaging: Of parameters; as in make_initialize.
+      rounds_stochastically: Whether sums of bfloat16 parameters and updates are.
       repeat_update: With a guard, whether TPUs compute an update again after the decision on it,
         which saves memory (`repeating_updates_saves_memory`). Updates of most optimizers cost few
-        FLOPs, those of muon many.
+        FLOPs, those of COSTLY_OPTIMIZERS many.
       offloads_opt_state: Whether the optimizer state is kept in host memory.
       log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
@@ -123,6 +135,12 @@ def make_train_step(
     def trained(tree: Tree) -> Tree:
         """Returns a tree like the parameters without those that have an update rule."""
         return _without(tree, names_of_untrained)
+
+    def add_updates(params: Params, updates: optax.Updates, step: jax.Array) -> Params:
+        """Returns parameters + updates, in the dtype of the parameters."""
+        if rounds_stochastically:
+            return add_updates_stochastically(params, cast(Params, updates), step)
+        return cast(Params, optax.apply_updates(params, updates))
 
     def losses_and_gradients(
         params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
@@ -163,7 +181,8 @@ def make_train_step(
            anything is applied: a decision on the host would have to wait for the loss, and keep
            the old state until then.
         5. New parameters and optimizer state; the old ones if the update is skipped. The step
-           counts in both cases, so that data and learning rate go on.
+           counts in both cases, so that data and learning rate go on. The average of the
+           parameters, if there is one, counts the result.
         """
         params = state.params
         opt_state = state.opt_state
@@ -190,7 +209,7 @@ def make_train_step(
         metrics |= {name: metric.mean for name, metric in layer_metrics.items()}
 
         if state.guard is None:
-            new_params = _add_updates(params, updates)
+            new_params = add_updates(params, updates, state.step)
             new_guard = None
         else:
             # 4. Decision.
@@ -210,7 +229,9 @@ def make_train_step(
                 inputs = UpdateInputs(gradients, opt_state, params, accept)
                 gradients, opt_state, params, accept = after_decision(inputs)
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            new_params = spike_guard.select(accept, _add_updates(params, updates), params)
+            new_params = spike_guard.select(
+                accept, add_updates(params, updates, state.step), params
+            )
             new_opt_state = spike_guard.select(accept, new_opt_state, opt_state)
 
         metrics |= {
@@ -223,7 +244,11 @@ def make_train_step(
             metrics |= _norm_per_layer(
                 model, grad_norm=trained(gradients), param_norm=trained(new_params)
             )
-        return TrainState(state.step + 1, new_params, new_opt_state, new_guard), metrics
+        new_average = state.average
+        if new_average is not None:
+            new_average = update_average(averaging, new_average, new_params, state.step)
+        new_state = TrainState(state.step + 1, new_params, new_opt_state, new_guard, new_average)
+        return new_state, metrics
 
     return train_step
 
@@ -274,11 +299,6 @@ def _without(tree: Tree, names: Collection[str]) -> Tree:
     flat = traverse_util.flatten_dict(cast(Params, tree), sep="/")
     remaining = {name: leaf for name, leaf in flat.items() if name not in names}
     return cast(Tree, traverse_util.unflatten_dict(remaining, sep="/"))
-
-
-def _add_updates(params: Params, updates: optax.Updates) -> Params:
-    """Returns parameters + updates, in the dtype of the parameters."""
-    return cast(Params, optax.apply_updates(params, updates))
 
 
 def _sum(metrics: Metrics) -> jax.Array:
