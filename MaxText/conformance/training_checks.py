@@ -35,13 +35,7 @@ def make_trainer(config: Config) -> tuple[Model, Callable[[jax.Array], TrainStat
     decay_schedule = weight_decay_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters, decay_schedule)
     averaging = config.optimizer.parameter_average
-    step = make_train_step(
-        model,
-        optimizer,
-        schedule,
-        averaging=averaging,
-        rounds_stochastically=config.optimizer.stochastic_rounding,
-    )
+    step = make_train_step(model, optimizer, schedule, optimizer_config=config.optimizer)
     return model, make_initialize(model, optimizer, averaging=averaging), step
 
 

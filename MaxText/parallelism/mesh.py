@@ -110,8 +110,8 @@ class ShardingPlan:
     ) -> PyTree:
         """Returns a tree like `abstract_state`, moments sharded as parameters.
 
-        Moments with dimensions of size 1 in place of a parameter's keep the mesh axes of the others,
-        and square statistics [N, I, I] of a matrix spread over the mesh axes of the parameter.
+        Moments with dimensions of size 1 in place of a parameter's keep the others' mesh axes, and
+        square statistics [N, I, I] of matrices spread over the mesh axes of the parameter.
         Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
         splits the optimizer state further: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
         `offloads_optimizer` places it in host memory, from where the train step fetches it.

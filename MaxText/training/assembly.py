@@ -19,11 +19,7 @@ from MaxText.parallelism.mesh import (
 from MaxText.training import backend_defaults
 from MaxText.training.model_objective import abstract_frozen_params
 from MaxText.training.objective import abstract_loss_sums
-from MaxText.training.optimizer import (
-    COSTLY_OPTIMIZERS,
-    make_optimizer,
-    scale_existing_slot_updates,
-)
+from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import TrainStep, make_initialize, make_train_step
@@ -86,9 +82,7 @@ def setup_train(
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
         guard=config.guard,
-        averaging=averaging,
-        rounds_stochastically=config.optimizer.stochastic_rounding,
-        repeat_update=config.optimizer.opt_type not in COSTLY_OPTIMIZERS,
+        optimizer_config=config.optimizer,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )

@@ -17,9 +17,9 @@ def initial_average(config: ParameterAverageConfig, params: Params) -> Params | 
 
 
 def update_average(
-    config: ParameterAverageConfig, average: Params, params: Params, step: jax.Array
-) -> Params:
-    """Returns the average after a step.
+    config: ParameterAverageConfig, average: Params | None, params: Params, step: jax.Array
+) -> Params | None:
+    """Returns the average after a step; None if there is none.
 
     Of n averaged steps, a mean gives each the weight 1 / n. An exponential moving average gives the
     newest 1 / horizon, and is a mean until n = horizon, so that it does not depend on the
@@ -31,6 +31,8 @@ def update_average(
       params: After the step. A skipped step counts again what it left.
       step: Number of the step, int32.
     """
+    if average is None:
+        return None
     num_steps = step - config.start_step + 1
     weight = 1.0 / jnp.maximum(num_steps, 1).astype(jnp.float32)
     if config.type == "ema":

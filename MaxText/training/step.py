@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from MaxText.config.training_sections import GuardConfig, ParameterAverageConfig
+from MaxText.config.training_sections import (
+    GuardConfig,
+    OptimizerConfig,
+    ParameterAverageConfig,
+)
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.lowering.optimizer_update import (
@@ -31,7 +35,7 @@ from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.model_objective import FrozenParams
 from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
-from MaxText.training.optimizer import updated_by_rule
+from MaxText.training.optimizer import COSTLY_OPTIMIZERS, updated_by_rule
 from MaxText.training.parameter_average import initial_average, update_average
 from MaxText.training.state import TrainState
 from MaxText.training.stochastic_rounding import add_updates_stochastically
@@ -43,6 +47,7 @@ TrainStep = Callable[..., tuple[TrainState, Metrics]]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
 _NO_AVERAGE = ParameterAverageConfig()
+_DEFAULT_OPTIMIZER = OptimizerConfig()
 
 
 class _Constants(NamedTuple):
@@ -100,9 +105,7 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     guard: GuardConfig = _NO_GUARD,
-    averaging: ParameterAverageConfig = _NO_AVERAGE,
-    rounds_stochastically: bool = False,
-    repeat_update: bool = True,
+    optimizer_config: OptimizerConfig = _DEFAULT_OPTIMIZER,
     offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
 ) -> TrainStep:
@@ -121,26 +124,20 @@ def make_train_step(
         step, skipped ones included, and the cost is that of a few scalars.
       num_microbatches: Parts of a batch whose gradients are accumulated one by one.
       guard: Of spikes; as in make_initialize.
-      averaging: Of parameters; as in make_initialize.
-      rounds_stochastically: Whether sums of bfloat16 parameters and updates are.
-      repeat_update: With a guard, whether TPUs compute an update again after the decision on it,
-        which saves memory (`repeating_updates_saves_memory`). Updates of most optimizers cost few
-        FLOPs, those of COSTLY_OPTIMIZERS many.
+      optimizer_config: How updates are added (stochastic_rounding) and averaged
+        (parameter_average). With a guard, TPUs compute an update again after the decision on it,
+        which saves memory (`repeating_updates_saves_memory`), except those of COSTLY_OPTIMIZERS.
       offloads_opt_state: Whether the optimizer state is kept in host memory.
       log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
     objective = model.config.objective
+    averaging = optimizer_config.parameter_average
+    repeats_update = optimizer_config.opt_type not in COSTLY_OPTIMIZERS
     names_of_untrained = updated_by_rule(model.parameters).keys()
 
     def trained(tree: Tree) -> Tree:
         """Returns a tree like the parameters without those that have an update rule."""
         return _without(tree, names_of_untrained)
-
-    def add_updates(params: Params, updates: optax.Updates, step: jax.Array) -> Params:
-        """Returns parameters + updates, in the dtype of the parameters."""
-        if rounds_stochastically:
-            return add_updates_stochastically(params, cast(Params, updates), step)
-        return cast(Params, optax.apply_updates(params, updates))
 
     def losses_and_gradients(
         params: Params, batch: Batch, constants: _Constants, dropout_key: jax.Array | None
@@ -209,7 +206,7 @@ def make_train_step(
         metrics |= {name: metric.mean for name, metric in layer_metrics.items()}
 
         if state.guard is None:
-            new_params = add_updates(params, updates, state.step)
+            new_params = _add_updates(optimizer_config, params, updates, state.step)
             new_guard = None
         else:
             # 4. Decision.
@@ -225,12 +222,12 @@ def make_train_step(
             metrics |= guard_metrics
             # 5. Selection.
             # On TPU the update of step 2 again, of the same inputs: now it can be made in place.
-            if repeat_update and repeating_updates_saves_memory():
+            if repeats_update and repeating_updates_saves_memory():
                 inputs = UpdateInputs(gradients, opt_state, params, accept)
                 gradients, opt_state, params, accept = after_decision(inputs)
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
             new_params = spike_guard.select(
-                accept, add_updates(params, updates, state.step), params
+                accept, _add_updates(optimizer_config, params, updates, state.step), params
             )
             new_opt_state = spike_guard.select(accept, new_opt_state, opt_state)
 
@@ -244,9 +241,7 @@ def make_train_step(
             metrics |= _norm_per_layer(
                 model, grad_norm=trained(gradients), param_norm=trained(new_params)
             )
-        new_average = state.average
-        if new_average is not None:
-            new_average = update_average(averaging, new_average, new_params, state.step)
+        new_average = update_average(averaging, state.average, new_params, state.step)
         new_state = TrainState(state.step + 1, new_params, new_opt_state, new_guard, new_average)
         return new_state, metrics
 
@@ -299,6 +294,15 @@ def _without(tree: Tree, names: Collection[str]) -> Tree:
     flat = traverse_util.flatten_dict(cast(Params, tree), sep="/")
     remaining = {name: leaf for name, leaf in flat.items() if name not in names}
     return cast(Tree, traverse_util.unflatten_dict(remaining, sep="/"))
+
+
+def _add_updates(
+    config: OptimizerConfig, params: Params, updates: optax.Updates, step: jax.Array
+) -> Params:
+    """Returns parameters + updates, in the dtype of the parameters."""
+    if config.stochastic_rounding:
+        return add_updates_stochastically(params, cast(Params, updates), step)
+    return cast(Params, optax.apply_updates(params, updates))
 
 
 def _sum(metrics: Metrics) -> jax.Array:
