@@ -379,22 +379,36 @@ def train(run: Trial) -> int:
     exception propagates.
     """
     write_config(run)
-    run.folder.mkdir(exist_ok=True)
-    with run.log.open("ab") as log:
-        process = subprocess.Popen(
-            train_command(run.config_path),
-            env=subprocess_env(),
+    process = start_training(train_command(run.config_path), run.log)
+    try:
+        return process.wait()
+    except BaseException:
+        terminate(process)
+        raise
+
+
+def start_training(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a program that trains, in a process group of its own.
+
+    So Ctrl-C reaches it exactly once, through `terminate`.
+
+    Args:
+      command: The program with its arguments.
+      log: Gets its output, after what the file has; its folder is made.
+      environment: By default that of this process, without variables that set keys.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as log_file:
+        return subprocess.Popen(
+            command,
+            env=subprocess_env() if environment is None else environment,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
-            # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )
-        try:
-            return process.wait()
-        except BaseException:
-            _terminate(process)
-            raise
 
 
 def write_config(run: Trial) -> None:
@@ -411,7 +425,7 @@ def write_config(run: Trial) -> None:
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
 
-def _terminate(process: subprocess.Popen) -> None:
+def terminate(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
     # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
