@@ -32,10 +32,11 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> NoReturn:
     """Trains; exits with a code of exit_codes.py."""
-    processes.run(_train_from_command_line)
+    processes.run(train_from_command_line)
 
 
-def _train_from_command_line() -> int:
+def train_from_command_line() -> int:
+    """Trains the run of sys.argv; returns the exit code."""
     preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:

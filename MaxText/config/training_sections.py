@@ -362,6 +362,9 @@ class EvaluationConfig(Section):
     step; -1 disables."""
     eval_steps: CountOrAuto = key(-1, unit="batches")
     """Batches per evaluation; -1 is the whole split."""
+    eval_half: Literal["all", "first", "second"] = key("all")
+    """Sequences of the evaluation split to use: all, or one half, in their order. arena.py judges
+    candidates on the first half, and its final keeper on the second."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
     """Sequences per device; 0 is per_device_batch_size."""
     target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})

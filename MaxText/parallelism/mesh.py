@@ -223,7 +223,21 @@ class ShardingPlan:
         compiler_options: CompilerOptions | None = None,
         abstract_frozen: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the train step, with its state donated.
+        """Lowers the train step, see `trace_step`."""
+        with without_garbage_collection():
+            return self.trace_step(
+                train_step, abstract_state, abstract_batch, compiler_options, abstract_frozen
+            ).lower()
+
+    def trace_step(
+        self,
+        train_step: Callable,
+        abstract_state: PyTree,
+        abstract_batch: PyTree,
+        compiler_options: CompilerOptions | None = None,
+        abstract_frozen: Mapping[str, Any] | None = None,
+    ) -> jax.stages.Traced:
+        """Traces the train step, with its state donated.
 
         Args:
           train_step: (state, batch) -> (state, metrics).
@@ -238,7 +252,7 @@ class ShardingPlan:
         jitted = self.jit(train_step, out_shardings=shardings, **options)
         frozen = (abstract_frozen,) if abstract_frozen else ()
         with without_garbage_collection():
-            return jitted.lower(abstract_state, abstract_batch, *frozen)
+            return jitted.trace(abstract_state, abstract_batch, *frozen)
 
 
 def process_batch_slice(
