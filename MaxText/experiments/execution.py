@@ -57,6 +57,18 @@ _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine doe
 _STEPS = 24
 _WARMUP_STEPS = 4  # warm-up steps of a process
 _FOLDER = "measuring"  # of the short runs, deleted afterwards
+# Of a run that measures the time of its steps.
+SHORT_RUN_KEYS: dict[str, Any] = {
+    "steps": _STEPS,
+    "step_log_period": 1,
+    "eval_interval": -1,
+    "target_eval_loss": 0.0,
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "loss_curve": False,
+    "sample_tokens": 0,
+    "profiler": "",
+}
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 _COUNT_DEVICES = """
@@ -478,21 +490,7 @@ def short_config(config: Config, folder: Path) -> Config:
         for name, key in all_keys().items()
         if name.startswith(("load_parameters_", "growth."))
     }
-    return unflatten(
-        keys
-        | beginning
-        | {
-            "steps": _STEPS,
-            "step_log_period": 1,
-            "eval_interval": -1,
-            "target_eval_loss": 0.0,
-            "enable_checkpointing": False,
-            "enable_tensorboard": False,
-            "loss_curve": False,
-            "sample_tokens": 0,
-            "profiler": "",
-        }
-    )
+    return unflatten(keys | beginning | SHORT_RUN_KEYS)
 
 
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
@@ -505,6 +503,19 @@ def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
             f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"
             f"{tail(run.log)}"
         )
+    return read_step_seconds(folder, name)
+
+
+def read_step_seconds(folder: Path, name: str) -> list[float]:
+    """Returns the seconds of each step of a short run, without its warm-up.
+
+    Args:
+      folder: Of the run.
+      name: Of its configuration, for the message.
+
+    Raises:
+      UserError: It ended within its warm-up.
+    """
     rows = [row for row in read_run(folder).steps if row["step"] >= _WARMUP_STEPS]
     if not rows:
         raise UserError(

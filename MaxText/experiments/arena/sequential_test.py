@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import ndtr, stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 
 FIRST_LOOK = 2  # one difference has no variance
 _SPENDING_EXPONENT = 1.5  # of Kim and DeMets: 1 spends evenly, larger ones later
-_FUTILITY = 0.01  # predictive power below which a candidate is given up
+FUTILITY = 0.01  # predictive power below which a candidate is given up
 # Differences are means over float32 losses; smaller relative noise is rounding.
 _ROUNDING = 1e-7
 
@@ -99,32 +99,74 @@ def nominal_levels(level: float, max_seeds: int) -> tuple[float, ...]:
       level: Error of all looks, between 0 and 1.
       max_seeds: Number of pairs at the last look, FIRST_LOOK or more.
     """
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    levels = []
+    paths = _Paths()
+    levels: list[float] = []
     spent = 0.0
-    # Density of the sum of the differences of paths that have crossed no boundary, times the
-    # weights; at first all of it at 0. Differences have mean 0 and standard deviation 1.
-    sums = np.zeros(1)
-    density = np.ones(1)
-    step_std = np.sqrt(FIRST_LOOK)
     for num_seeds in range(FIRST_LOOK, max_seeds + 1):
         to_spend = level * (num_seeds / max_seeds) ** _SPENDING_EXPONENT - spent
         spent += to_spend
-
-        def excess(boundary: float) -> float:
-            return float(density @ ndtr((sums - boundary) / step_std)) - to_spend  # noqa: B023
-
-        std = np.sqrt(num_seeds)
-        boundary = float(brentq(excess, -_TAIL * std, _TAIL * std, xtol=1e-12))
-        levels.append(float(ndtr(-boundary / std)))
-        lowest = -_TAIL * std
-        new_sums = (boundary - lowest) / 2 * nodes + (boundary + lowest) / 2
-        steps = (new_sums[:, None] - sums) / step_std
-        transitions = np.exp(-(steps**2) / 2) / (step_std * np.sqrt(2 * np.pi))
-        density = (transitions @ density) * weights * (boundary - lowest) / 2
-        sums = new_sums
-        step_std = 1.0
+        bound = _TAIL * np.sqrt(num_seeds)
+        boundary = float(
+            brentq(lambda sum_, to_spend=to_spend: paths.above(sum_) - to_spend, -bound, bound)
+        )
+        levels.append(float(ndtr(-boundary / np.sqrt(num_seeds))))
+        paths.cross(boundary)
     return tuple(levels)
+
+
+def keep_probability(test: SequentialTest, effect: float) -> float:
+    """Returns the chance that a candidate is kept, if it is given up at the last look only.
+
+    Args:
+      test: With a `min_effect` of 0.
+      effect: Its improvement, in standard deviations of a paired difference, which are known.
+    """
+    paths = _Paths(effect)
+    kept = 0.0
+    for num_seeds in range(FIRST_LOOK, test.max_seeds + 1):
+        boundary = -float(ndtri(test.nominal_level(num_seeds))) * np.sqrt(num_seeds)
+        kept += paths.above(boundary)
+        paths.cross(boundary)
+    return min(kept, 1.0)
+
+
+class _Paths:
+    """Sums of independent normal differences that have crossed no boundary so far.
+
+    Their density is known at the nodes of a quadrature (Armitage, McPherson and Rowe 1969).
+    """
+
+    def __init__(self, drift: float = 0.0):
+        """Begins at a sum of 0, FIRST_LOOK differences before the first look.
+
+        Args:
+          drift: Mean of a difference, whose standard deviation is 1.
+        """
+        self._drift = drift
+        self._sums = np.zeros(1)
+        self._masses = np.ones(1)  # density times the weight of the node
+        self._num_seeds = 0
+        self._num_new = FIRST_LOOK  # differences up to the next look
+
+    def above(self, boundary: float) -> float:
+        """Returns the chance of no crossing before the next look, and a sum above this there."""
+        ends = self._sums + self._drift * self._num_new
+        return float(self._masses @ ndtr((ends - boundary) / np.sqrt(self._num_new)))
+
+    def cross(self, boundary: float) -> None:
+        """Takes the next look, and drops what is above the boundary."""
+        nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+        self._num_seeds += self._num_new
+        mean = self._drift * self._num_seeds
+        lowest = min(mean, boundary) - _TAIL * np.sqrt(self._num_seeds)
+        half_width = (boundary - lowest) / 2
+        sums = lowest + half_width * (nodes + 1)
+        std = np.sqrt(self._num_new)
+        steps = (sums[:, None] - self._sums - self._drift * self._num_new) / std
+        transitions = np.exp(-(steps**2) / 2) / (std * np.sqrt(2 * np.pi))
+        self._masses = (transitions @ self._masses) * weights * half_width
+        self._sums = sums
+        self._num_new = 1
 
 
 def noise_of(differences: Sequence[float]) -> Noise:
@@ -188,7 +230,7 @@ def take_look(
     final_error = std * np.sqrt(remaining / (num_seeds * test.max_seeds))
     with np.errstate(divide="ignore", invalid="ignore"):
         predictive_power = ndtr((improvement - final_boundary) / final_error)
-    is_futile = ~keeps & (predictive_power < _FUTILITY)
+    is_futile = ~keeps & (predictive_power < FUTILITY)
     return Look(
         improvement=improvement,
         low=low,
