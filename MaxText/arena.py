@@ -48,11 +48,14 @@ def main() -> int:
         from MaxText.experiments.arena.judging import judge
         from MaxText.experiments.arena.verdict import Verdict, exit_code_of
 
+        def log(line: str) -> None:
+            sys.stderr.write(f"{line}\n")
+
         def report(verdict: Verdict) -> None:
-            sys.stderr.write(f"{verdict}\n")
+            log(str(verdict))
             print(verdict.to_json(), flush=True)
 
-        verdicts = judge(args, log=lambda line: sys.stderr.write(f"{line}\n"), report=report)
+        verdicts = judge(args, log=log, report=report)
     return exit_code_of(verdicts)
 
 

@@ -44,14 +44,16 @@ def load_examination(folder: Path) -> CandidateRow | None:
 
 
 def examine_baseline(session: Session) -> CandidateRow:
-    """Returns the baseline's cost; raises UserError if its validation text leaks."""
+    """Returns the baseline with its cost, or with reasons that it is none; prepares its data."""
     from MaxText.experiments.arena.candidates import configuration_hash
     from MaxText.experiments.arena.counted_cost import count_cost
     from MaxText.experiments.arena.text_overlap import check_validation_text
+    from MaxText.input_pipeline.data_sources import prepare_sources
 
     config = session.load_baseline()
     try:
-        check_validation_text(config, log=lambda line: sys.stderr.write(f"{line}\n"))
+        prepare_sources(config)
+        check_validation_text(config, log=_log)
     except UserError as error:
         return CandidateRow(name=BASELINE, spec="", reasons=(str(error),))
     cost = count_cost(config)
@@ -66,6 +68,10 @@ def examine_baseline(session: Session) -> CandidateRow:
         cost=dataclasses.asdict(cost),
         steps=steps,
     )
+
+
+def _log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def examine_candidate(session: Session, folder: Path, spec: str) -> CandidateRow:
@@ -116,7 +122,7 @@ def _screened(
         return dataclasses.replace(row, reasons=tuple(reasons))
     cost = count_cost(candidate.config)
     spec = session.spec
-    baseline_cost = CountedCost(**dict(baseline.cost or {}))
+    baseline_cost = TypeAdapter(CountedCost).validate_python(baseline.cost)
     matched = tuple(name for name in spec.match if name != "tokens")
     reasons = [
         *candidate.guard.problems(),

@@ -199,9 +199,9 @@ def open_ledger(folder: Path, *, writes: bool = True) -> Ledger:
       UserError: A row is not of this program.
     """
     path = folder / FILE
-    file = JsonlFile(path, lambda row: True) if writes else None
+    file = JsonlFile(str(path), lambda row: True) if writes else None
     rows = []
-    for number, fields in enumerate(read_rows(path), 1):
+    for number, fields in enumerate(read_rows(str(path)), 1):
         kind = _KINDS.get(fields.pop("event", ""))
         fields.pop("time", None)
         try:

@@ -23,8 +23,8 @@ Improvements are positive: baseline's loss minus candidate's, in nats per token.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 from scipy.optimize import brentq
@@ -106,12 +106,15 @@ def nominal_levels(level: float, max_seeds: int) -> tuple[float, ...]:
         to_spend = level * (num_seeds / max_seeds) ** _SPENDING_EXPONENT - spent
         spent += to_spend
         bound = _TAIL * np.sqrt(num_seeds)
-        boundary = float(
-            brentq(lambda sum_, to_spend=to_spend: paths.above(sum_) - to_spend, -bound, bound)
-        )
+        boundary = _solve(lambda sum_, to_spend=to_spend: paths.above(sum_) - to_spend, bound)
         levels.append(float(ndtr(-boundary / np.sqrt(num_seeds))))
         paths.cross(boundary)
     return tuple(levels)
+
+
+def _solve(function: Callable[[float], float], bound: float) -> float:
+    """Returns the zero between -`bound` and `bound` of a function that falls."""
+    return cast(float, brentq(function, -bound, bound))
 
 
 def keep_probability(test: SequentialTest, effect: float) -> float:

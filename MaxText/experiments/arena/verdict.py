@@ -321,5 +321,5 @@ def describe_final(row: FinalRow) -> str:
 def exit_code_of(verdicts: Sequence[Verdict]) -> int:
     """Returns the code of the best verdict: keep, undecided, discard, refused."""
     outcomes = {verdict.verdict for verdict in verdicts}
-    best = next((outcome for outcome in _EXIT_CODES if outcome in outcomes), None)
-    return exit_codes.SUCCESS if best is None else _EXIT_CODES[best]
+    codes = [code for outcome, code in _EXIT_CODES.items() if outcome in outcomes]
+    return codes[0] if codes else exit_codes.SUCCESS
