@@ -57,6 +57,18 @@ _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine doe
 _STEPS = 24
 _WARMUP_STEPS = 4  # warm-up steps of a process
 _FOLDER = "measuring"  # of the short runs, deleted afterwards
+# Of a run that measures the time of its steps.
+SHORT_RUN_KEYS: dict[str, Any] = {
+    "steps": _STEPS,
+    "step_log_period": 1,
+    "eval_interval": -1,
+    "target_eval_loss": 0.0,
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "loss_curve": False,
+    "sample_tokens": 0,
+    "profiler": "",
+}
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 _COUNT_DEVICES = """
@@ -381,22 +393,36 @@ def train(run: Trial) -> int:
     exception propagates.
     """
     write_config(run)
-    run.folder.mkdir(exist_ok=True)
-    with run.log.open("ab") as log:
-        process = subprocess.Popen(
-            train_command(run.config_path),
-            env=subprocess_env(),
+    process = start_training(train_command(run.config_path), run.log)
+    try:
+        return process.wait()
+    except BaseException:
+        terminate(process)
+        raise
+
+
+def start_training(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a program that trains, in a process group of its own.
+
+    So Ctrl-C reaches it exactly once, through `terminate`.
+
+    Args:
+      command: The program with its arguments.
+      log: Gets its output, after what the file has; its folder is made.
+      environment: By default that of this process, without variables that set keys.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as log_file:
+        return subprocess.Popen(
+            command,
+            env=subprocess_env() if environment is None else environment,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
-            # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )
-        try:
-            return process.wait()
-        except BaseException:
-            _terminate(process)
-            raise
 
 
 def write_config(run: Trial) -> None:
@@ -413,7 +439,7 @@ def write_config(run: Trial) -> None:
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
 
-def _terminate(process: subprocess.Popen) -> None:
+def terminate(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
     # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -466,21 +492,7 @@ def short_config(config: Config, folder: Path) -> Config:
         for name, key in all_keys().items()
         if name.startswith(("load_parameters_", "growth."))
     }
-    return unflatten(
-        keys
-        | beginning
-        | {
-            "steps": _STEPS,
-            "step_log_period": 1,
-            "eval_interval": -1,
-            "target_eval_loss": 0.0,
-            "enable_checkpointing": False,
-            "enable_tensorboard": False,
-            "loss_curve": False,
-            "sample_tokens": 0,
-            "profiler": "",
-        }
-    )
+    return unflatten(keys | beginning | SHORT_RUN_KEYS)
 
 
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
@@ -493,6 +505,19 @@ def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
             f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"
             f"{tail(run.log)}"
         )
+    return read_step_seconds(folder, name)
+
+
+def read_step_seconds(folder: Path, name: str) -> list[float]:
+    """Returns the seconds of each step of a short run, without its warm-up.
+
+    Args:
+      folder: Of the run.
+      name: Of its configuration, for the message.
+
+    Raises:
+      UserError: It ended within its warm-up.
+    """
     rows = [row for row in read_run(folder).steps if row["step"] >= _WARMUP_STEPS]
     if not rows:
         raise UserError(
