@@ -215,7 +215,7 @@ class _Search:
         self._bound = self.least = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
-        self.step = _multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
+        self.step = hardware_multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
         self.amount = functools.cache(lambda value: amount(cast(Stages, self.stages(value))))
 
     def _start(self, keys: dict[str, Any]) -> int:
@@ -247,7 +247,7 @@ class _Search:
         return [
             value
             if stage_start == self.start
-            else _in_proportion(stage_start, value / self.start, self.step)
+            else in_proportion(stage_start, value / self.start, self.step)
             for stage_start in self._starts
         ]
 
@@ -257,10 +257,10 @@ class _Search:
         factor = stage_value / self._starts[number]
         changes: dict[str, Any] = {self.key: stage_value}
         if self.solve_for == WIDTH and not _is_of_slots(self._stages[number]):
-            changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
+            changes[_MLP] = in_proportion(keys[_MLP], factor, hardware_multiple(keys[_MLP]))
         if self.solve_for == SLOTS:
             slots = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
-            changes |= {name: _in_proportion(value, factor, 1) for name, value in slots.items()}
+            changes |= {name: in_proportion(value, factor, 1) for name, value in slots.items()}
         return changes
 
     def first_from(self, low: int) -> int | None:
@@ -299,11 +299,13 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _in_proportion(size: int, factor: float, step: int) -> int:
+def in_proportion(size: int, factor: float, step: int) -> int:
+    """Returns a size times a factor as a multiple of `step`, at least one."""
     return max(round(size * factor / step), 1) * step
 
 
-def _multiple(size: int) -> int:
+def hardware_multiple(size: int) -> int:
+    """Returns the number that sizes near `size` stay multiples of, for hardware efficiency."""
     return next(m for m in _MULTIPLES if size % m == 0 and (size >= m * _TIMES or m == 1))
 
 
@@ -334,7 +336,7 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
     Widths come in multiples, so the best one misses the budget by up to half a multiple.
     """
     search = _Search(stages, SLOTS if _is_of_slots(stages[-1]) else _MLP, amount)
-    search.step = _multiple(search.start)
+    search.step = hardware_multiple(search.start)
     search.least = math.ceil(search.start * (1 - _MLP_SHARE))
     search.most = math.floor(search.start * (1 + _MLP_SHARE))
     fitting = search.stages(search.best(search.around(budget), budget))
