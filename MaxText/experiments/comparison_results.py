@@ -478,7 +478,7 @@ def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
     """Writes one row per configuration and seed."""
-    _write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
+    write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
 
 
 def write_summary_csv(
@@ -508,10 +508,11 @@ def write_summary_csv(
                 "difference_p_holm": difference.p_value,
             }
         )
-    _write_csv(path, rows)
+    write_csv(path, rows)
 
 
-def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes rows under a header of the keys of the first."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -54,12 +54,13 @@ _STYLES = {
     "thin": {"alpha": 0.35, "linewidth": 0.8},
     "line": {"linewidth": 1.8},
     "dots": {"linewidth": 1.2, "marker": "o", "markersize": 4.5},
+    "points": {"linewidth": 0, "marker": "o", "markersize": 5},
 }
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 # raw: every report, faint. line: smoothed, or exact if nothing fluctuates. thin: one of several
-# seeds. dots: few measurements, joined.
-Kind = Literal["raw", "line", "thin", "dots"]
+# seeds. dots: few measurements, joined. points: not joined, with error bars instead of a band.
+Kind = Literal["raw", "line", "thin", "dots", "points"]
 
 
 class Axis(NamedTuple):
@@ -79,7 +80,8 @@ class Series(NamedTuple):
     kind: Kind
     x: Mapping[AxisName, np.ndarray]  # positions on each axis, ascending: float [N]
     y: np.ndarray  # float [N]; NaN interrupts the curve
-    low: np.ndarray | None = None  # smallest value of the seeds, [N]; None without seeds
+    # Ends of the band: smallest and largest value of the seeds, or of an interval, [N].
+    low: np.ndarray | None = None
     high: np.ndarray | None = None
 
 
@@ -104,6 +106,7 @@ class Chart(NamedTuple):
     references: Sequence[tuple[str, float]] = ()  # label and y of dashed horizontal lines
     # Initial range, so that a spike does not flatten everything else; None for all.
     y_range: tuple[float, float] | None = None
+    log_x: bool = False
     log_y: bool = False  # initially
     percent: bool = False  # y is a share
     folded: bool = False  # shown on request
@@ -136,6 +139,8 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     _draw_data(axes, chart, axis)
+    if chart.log_x:
+        axes.set_xscale("log")
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
     if axis.name != "flops":  # powers of ten read better
@@ -170,7 +175,10 @@ def _draw_data(axes: "Axes", chart: Chart, axis: Axis) -> None:
         color = color_of(series.color)
         dashes = dash_of(series.color)
         if series.low is not None and series.high is not None:
-            axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
+            if series.kind == "points":
+                axes.vlines(x, series.low, series.high, color=color, linewidth=1.2)
+            else:
+                axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
         # matplotlib hides labels that start with an underscore.
         label = f" {series.label}" if series.label.startswith("_") else series.label
         style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}

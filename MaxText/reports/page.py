@@ -72,7 +72,8 @@ class Plot(NamedTuple):
 class PageSection:
     """A section of the page: plain text, never interpreted as HTML.
 
-    A table of a single run is shown as facts, like `facts`.
+    A table of a single run is shown as facts, like `facts`. The controls of all curves are in the
+    first section that `has_controls`, or else in the first one with plots.
     """
 
     title: str
@@ -81,6 +82,7 @@ class PageSection:
     texts: Sequence[Verbatim] = ()
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     plots: Sequence[Plot] = ()
+    has_controls: bool = False
 
 
 def render(

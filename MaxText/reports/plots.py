@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from MaxText.reports.chart import SYMBOLS, AxisName, Chart, Series, color_of, dash_of
+from MaxText.reports.chart import SYMBOLS, Axis, AxisName, Chart, Series, color_of, dash_of
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, shown_parts
 from MaxText.reports.page import Plot
@@ -30,6 +30,7 @@ _LINES: Mapping[str, Mapping[str, Any]] = {
     "thin": {"opacity": 0.4, "hoverinfo": "skip", "line_width": 0.9},
     "line": {"line_width": 2},
     "dots": {"line_width": 1.4, "mode": "lines+markers", "marker_size": 6},
+    "points": {"line_width": 0, "mode": "markers", "marker_size": 8},
 }
 
 
@@ -125,6 +126,55 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
         )
     line = common.pop("line") | {"width": style.pop("line_width")}
     figure.add_scatter(**common | style, line=line, y=series.y.astype(np.float32), meta=meta)
+
+
+def plot_over(chart: Chart, axis: Axis) -> Plot:
+    """Returns the plot of a chart over one axis, apart from the page's choice of axes."""
+    figure = _figure(hovermode="closest", showlegend=True, legend=_LEGEND)
+    for series in chart.series:
+        _add_fixed_series(figure, series, series.x[axis.name])
+    for label, level in chart.references:
+        figure.add_hline(level, line_dash="dash", line_color=_QUIET, annotation_text=label)
+    figure.update_xaxes(
+        type="log" if chart.log_x else "linear", title_text=axis.title, exponentformat="e"
+    )
+    figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
+    return Plot(
+        name=chart.name,
+        title=chart.title,
+        figure=figure,
+        description=_describe(chart),
+        subtitle="; ".join(text for text in (chart.y_title, chart.note) if text),
+        size="wide",
+    )
+
+
+def _add_fixed_series(figure: go.Figure, series: Series, x: np.ndarray) -> None:
+    """Adds a curve with its band, or points with their error bars, at fixed positions."""
+    # Lists, because page.js saves what is drawn as CSV and decodes arrays of chosen axes only.
+    y = series.y.tolist()
+    style = {**_LINES[series.kind]}
+    color = color_of(series.color)
+    line = {"color": color, "dash": dash_of(series.color), "width": style.pop("line_width")}
+    positions = {"x": x.tolist()}
+    error_y = None
+    if series.low is not None and series.high is not None:
+        if series.kind == "points":
+            error_y = {
+                "array": (series.high - series.y).tolist(),
+                "arrayminus": (series.y - series.low).tolist(),
+                "color": color,
+                "symmetric": False,
+            }
+        else:
+            edge = positions | {"mode": "lines", "line_width": 0, "hoverinfo": "skip"}
+            edge["showlegend"] = False
+            band = {"fill": "tonexty", "fillcolor": color, "opacity": 0.18}
+            figure.add_scatter(**edge, y=series.low.tolist())
+            figure.add_scatter(**edge, **band, y=series.high.tolist())
+    common = {"name": html.escape(series.label), "showlegend": bool(series.label)}
+    style = {"mode": "lines", "marker_color": color} | style
+    figure.add_scatter(**positions, **common, **style, line=line, y=y, error_y=error_y)
 
 
 def _describe(chart: Chart) -> str:

@@ -96,6 +96,7 @@ def write_report(  # noqa: PLR0913
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],
                 plots=[plot_chart(chart, axes) for chart in charts],
+                has_controls=bool(charts),
             ),
             PageSection(
                 "Runs" if len(runs) > 1 else "Run",
