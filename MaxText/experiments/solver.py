@@ -215,7 +215,8 @@ class _Search:
         self._bound = self.least = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
-        self.step = hardware_multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
+        # Values are multiples of it.
+        self.step = hardware_multiple(self.start) if solve_for == WIDTH else 1
         self.amount = functools.cache(lambda value: amount(cast(Stages, self.stages(value))))
 
     def _start(self, keys: dict[str, Any]) -> int:

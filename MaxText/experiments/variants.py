@@ -33,7 +33,7 @@ from MaxText.experiments.compare_args import (
     CompareArgs,
     expand_sweep,
 )
-from MaxText.experiments.ladder.ladder_args import asks_for_ladder
+from MaxText.experiments.ladder.ladder_args import asks_for_ladder, ladder_name
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
@@ -371,8 +371,10 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
     stems = [Path(path).stem for path in request.configs]
     # Another budget is another comparison, whose runs belong elsewhere.
     budget = [] if request.budget is None else [f"{request.budget:g}"]
-    end = "_".join(["", request.match, *budget])
-    name = "_".join(["compare", *stems, *swept])
+    kind, end = "compare", "_".join(["", request.match, *budget])
+    if asks_for_ladder(request):
+        kind, end = "ladder", f"_{ladder_name(request)}"
+    name = "_".join([kind, *stems, *swept])
     return parent / (name[: _LONGEST_FOLDER - len(end)] + end)
 
 

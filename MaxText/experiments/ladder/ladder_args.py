@@ -76,7 +76,7 @@ class LadderOptions:
     )
     transfer: Transfer = option(
         "scaled",
-        "Learning rate of larger rungs. scaled: by width, batch and tokens; none: that of the file.",
+        "Learning rate of larger rungs. scaled: by width, batch and tokens. none: as in the file.",
     )
     lr_sweep: Natural = option(
         0,
@@ -164,6 +164,14 @@ def round_up(number: float) -> float:
 def asks_for_ladder(options: LadderOptions) -> bool:
     """Whether a ladder is asked for: by its number of rungs, or by their sizes."""
     return options.ladder is not None or isinstance(options.sizes, Path)
+
+
+def ladder_name(options: LadderOptions) -> str:
+    """Returns what tells a ladder from others of the same configurations, for a folder's name."""
+    ratio = f"{options.tokens_per_parameter:g}"
+    if isinstance(options.sizes, Path):
+        return f"{options.sizes.stem}_{ratio}"
+    return f"{options.ladder}_{options.from_:g}_{options.to:g}_{ratio}"
 
 
 def _names_of_ladder() -> set[str]:

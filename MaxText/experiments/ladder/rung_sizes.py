@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.schema import Config, all_keys, flatten
 from MaxText.experiments.comparison_plan import SolvedStage
@@ -35,9 +37,13 @@ _HEAD_KEYS = {
     "mamba_n_heads": "mamba_n_groups",
 }
 
-_ASPECT_FACTOR = 1.25  # by which a rung may depart from the aspect, to come near its parameters
+_ASPECT_FACTOR = 1.5  # by which a rung may depart from the aspect, to come near its parameters
+_ASPECT_WEIGHT = 0.5  # of a deviation from the aspect, against one in tokens per parameter
 _MAX_TOKENS_FACTOR = 1.5  # by which it may then depart from the tokens per parameter
 _SEARCH_FACTOR = 4.0  # sizes with so many times fewer tokens per parameter are not tried
+# Steps by which computes move in the search for a plan that works.
+_MOVE = 1.1
+_MAX_MOVES = 40
 _MAX_FORBIDDEN = 64  # depths tried in vain until none is expected to be allowed
 
 
@@ -161,8 +167,13 @@ class _SizeSearch:
         return sizes
 
     def nearest(self, sizes: Sequence[Size], compute: float) -> Size:
-        """Returns the size whose tokens per parameter come nearest to those asked for."""
-        return min(sizes, key=lambda size: self._deviation(size, compute))
+        """Returns the size nearest to the tokens per parameter and, less strictly, the aspect."""
+
+        def distance(size: Size) -> float:
+            aspect = 0.0 if self._width else math.log(size.width / size.depth / self._aspect)
+            return math.hypot(self._deviation(size, compute), _ASPECT_WEIGHT * aspect)
+
+        return min(sizes, key=distance)
 
     def _deviation(self, size: Size, compute: float) -> float:
         return abs(math.log(self.tokens_per_parameter(size, compute) / self._ratio))
@@ -181,11 +192,15 @@ class _SizeSearch:
             f"depth {size.depth} ({short_count(measured.parameters)} parameters)"
         )
 
-    def compute_of(self, size: Size) -> float:
-        """Returns the FLOPs that buy the tokens per parameter asked for at a size."""
-        measured = self.cost(size)
-        assert measured is not None
-        return measured.flops / measured.tokens * self._ratio * measured.parameters
+    def nearest_plan(self, sizes: Sequence[Size], computes: Sequence[float]) -> str:
+        """Returns options that move all rungs by the smallest factor with which they fit."""
+        for exponent in range(1, _MAX_MOVES + 1):
+            for factor in (_MOVE**exponent, _MOVE**-exponent):
+                moved = [round_up(compute * factor) for compute in (computes[0], computes[-1])]
+                planned = np.geomspace(moved[0], moved[1], len(computes))
+                if all(self.fits(self.nearest(sizes, c), c) for c in planned):
+                    return f"from={moved[0]:.2g} to={moved[1]:.2g}, or another aspect="
+        return "another aspect=, a configuration with narrower heads, or sizes=FILE.yml"
 
 
 def choose_sizes(
@@ -196,9 +211,10 @@ def choose_sizes(
 ) -> tuple[list[Size], list[ConfigIssue]]:
     """Returns the size of each rung, and what is wrong with them.
 
-    Of the sizes whose width per layer is within 25 % of the aspect, a rung has the one at which its
-    FLOPs buy the number of tokens per parameter that is nearest to the one asked for. Parameters
-    and FLOPs are those of the first configuration; every one must allow the size.
+    Of the sizes whose width per layer is within a factor of 1.5 of the aspect, a rung has the one
+    with the least sum of squares of two deviations, in logarithms: of the tokens per parameter that
+    its FLOPs buy, and half of that of the aspect. Parameters and FLOPs are those of the first
+    configuration; every one must allow the size.
 
     Args:
       variants: Configurations as in their files.
@@ -220,9 +236,6 @@ def choose_sizes(
     for number, (size, compute) in enumerate(zip(sizes, computes, strict=True), 1):
         if not search.fits(size, compute):
             message = f"rung {number}: {search.describe(size, compute)}"
-            # All computes move by one factor, so that the span stays.
-            factor = round_up(search.compute_of(size)) / compute
-            low, high = computes[0] * factor, computes[-1] * factor
-            remedy = f"from={low:.3g} to={high:.3g}, or another aspect=, or sizes=FILE.yml"
-            issues.append(ConfigIssue(message, ("command line",), (("write", remedy),)))
-    return sizes, issues[:1]  # its remedy moves all rungs
+            fact = ("write", search.nearest_plan(allowed, computes))
+            issues.append(ConfigIssue(message, ("command line",), (fact,)))
+    return sizes, issues

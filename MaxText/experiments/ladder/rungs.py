@@ -6,6 +6,7 @@ width; larger rungs scale them.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,8 +64,11 @@ class LadderRung:
 
 def with_rate_factor(variant: Variant, factor: float) -> Variant:
     """Returns a variant with the learning rate of each stage multiplied."""
-    stages = (_changed(stage, {RATE_KEY: flatten(stage)[RATE_KEY] * factor}) for stage in variant.stages)
-    return variant._replace(stages=tuple(stages))
+    rates = [flatten(stage)[RATE_KEY] * factor for stage in variant.stages]
+    stages = zip(variant.stages, rates, strict=True)
+    return variant._replace(
+        stages=tuple(_changed(stage, {RATE_KEY: rate}) for stage, rate in stages)
+    )
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -91,7 +95,9 @@ def plan_rungs(
         computes = [_compute_of(arm[0].config, options, num_devices) for arm in arms]
         issues = issues or _listed_issues(options.sizes, computes)
     else:
-        assert options.ladder and options.from_ and options.to
+        assert options.ladder is not None
+        assert options.from_ is not None
+        assert options.to is not None
         listed = [{}] * options.ladder
         computes = [float(c) for c in np.geomspace(options.from_, options.to, options.ladder)]
         sizes, issues = choose_sizes(variants, computes, options, num_devices)
@@ -197,10 +203,14 @@ def read_sizes(path: Path) -> list[dict[str, Any]]:
         entry = {ALIASES.get(name, name): value for name, value in dotted(item).items()}
         for name in entry:
             if name in (*SET_PER_RUN, STEPS):
-                raise UserError(f"sizes={path}, rung {number}: {name} is set by the ladder; remove it.")
+                raise UserError(
+                    f"sizes={path}, rung {number}: {name} is set by the ladder; remove it."
+                )
             if name not in all_keys():
                 near = ", ".join(close_matches(name, all_keys()))
-                raise UserError(f"sizes={path}, rung {number}: unknown key {name}; nearest: {near}.")
+                raise UserError(
+                    f"sizes={path}, rung {number}: unknown key {name}; nearest: {near}."
+                )
         entries.append(entry)
     return entries
 
@@ -235,7 +245,7 @@ def _listed_issues(path: Path, computes: Sequence[float]) -> list[ConfigIssue]:
     messages = []
     if len(computes) < MIN_RUNGS:
         messages.append(f"{len(computes)} rungs: an interval needs at least {MIN_RUNGS}")
-    if any(low >= high for low, high in zip(computes[:-1], computes[1:], strict=True)):
+    if any(low >= high for low, high in itertools.pairwise(computes)):
         listed = ", ".join(f"{compute:.3g}" for compute in computes)
         messages.append(f"the FLOPs of its rungs do not ascend: {listed}")
     elif computes and computes[-1] < MIN_SPAN * computes[0]:
