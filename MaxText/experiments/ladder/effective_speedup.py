@@ -82,10 +82,9 @@ def log_throughput_ratio(baseline: Rung, variant: Rung, currency: str = TIME) ->
 
 
 def has_times(baseline: Arm, variant: Arm, currency: str) -> bool:
-    """Whether the top and bottom rungs allow a speed-up in a currency."""
-    pairs = match_rungs(baseline, variant)
+    """Whether all rungs that both arms completed have the times of a currency."""
     try:
-        for first, other in (pairs[0], pairs[-1]):
+        for first, other in match_rungs(baseline, variant):
             log_throughput_ratio(first, other, currency)
     except UserError:
         return False

@@ -130,6 +130,8 @@ def _loss_series(results: LadderResults) -> list[Series]:
         law = results.laws.get(arm.label)
         if law is not None:
             series.append(_law_series(law, index))
+        if not arm.completed:
+            continue
         computes, losses = _seed_losses(arm)
         series.append(
             Series(
@@ -180,7 +182,7 @@ def _interval_series(
 def _seed_losses(arm: Arm) -> tuple[np.ndarray, np.ndarray]:
     """Returns compute and loss of each completed run."""
     runs = [(rung.compute, loss) for rung in arm.rungs for loss in rung.losses.values()]
-    computes, losses = np.array(runs).reshape(-1, 2).T
+    computes, losses = np.array(runs).T
     return computes, losses
 
 

@@ -40,8 +40,8 @@ class Verdict:
         for currency, places in self.intervals.items():
             numbers = [f"{place} {format_interval(places[place])}" for place in places]
             lines.append(
-                f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % intervals: "
-                f"{'; '.join(numbers)}."
+                f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % "
+                f"intervals: {'; '.join(numbers)}."
             )
         lines.append(f"Seen at {self.seen}.")
         return lines
