@@ -42,8 +42,8 @@ _ASPECT_WEIGHT = 0.5  # of a deviation from the aspect, against one in tokens pe
 _MAX_TOKENS_FACTOR = 1.5  # by which it may then depart from the tokens per parameter
 _SEARCH_FACTOR = 4.0  # sizes with so many times fewer tokens per parameter are not tried
 # Steps by which computes move in the search for a plan that works.
-_MOVE = 1.1
-_MAX_MOVES = 40
+_MOVE = 1.04
+_MAX_MOVES = 100
 _MAX_FORBIDDEN = 64  # depths tried in vain until none is expected to be allowed
 
 
