@@ -45,14 +45,13 @@ def main() -> None:
     with command_line.exit_on_user_error(_INTERRUPTED):
         args, problems = parse_args(arguments)
         variants = expand_variants(args, problems)
-        solve_for = solve_key_by_label(args, variants)
-
         # Once the configurations are accepted, because they import jax.
         if asks_for_ladder(args):
             from MaxText.experiments.ladder.ladder_execution import run_ladder
 
             run_ladder(args, variants, sys.argv, print)
         else:
+            solve_for = solve_key_by_label(args, variants)
             from MaxText.experiments.execution import run_comparison
 
             run_comparison(args, variants, solve_for, sys.argv, print)

@@ -42,6 +42,9 @@ _MLP_SHARE = 0.2  # by which the feed-forward may change its proportion to meet 
 
 _NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
 
+# The search tries many steps of one model.
+_abstract_model = functools.lru_cache(maxsize=16)(abstract_model)
+
 Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]
 
@@ -60,7 +63,7 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
 
     length = config.model.shape.max_target_length
     batches = schedule_batches(config.batch, length, batch_size_of)
-    model = abstract_model(config.model)
+    model = _abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
     return SolvedStage(
@@ -281,6 +284,14 @@ class _Search:
 
     def around(self, budget: float) -> list[int]:
         """Returns the largest allowed value within the budget, and the next one."""
+        # Amounts are mostly in proportion to the steps, so that the first guess is right.
+        if self.solve_for == STEPS:
+            guess = int(self.start * budget / self.amount(self.start))
+            for low in (guess, guess - 1):
+                if self.stages(low) is None or self.stages(low + 1) is None:
+                    continue
+                if self.amount(low) <= budget < self.amount(low + 1):
+                    return [low, low + 1]
         # Doubling first, because amounts of the largest values take long to compute.
         end = self.start
         while end < self.most and self.amount_from(end) <= budget:
