@@ -33,11 +33,20 @@ _MESSAGE_BYTES = 8192  # of the choice that process 0 tells the others
 
 def hardware_of_devices(devices: Sequence[Any]) -> Hardware:
     """Returns the hardware that JAX devices are; UserError if plan.py does not know it."""
-    kind = devices[0].device_kind
-    chip = CPU if devices[0].platform == "cpu" else _chip_of(kind)
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    first = devices[0]
+    return hardware_of_kind(first.device_kind, first.platform, len(devices), len(slices))
+
+
+def hardware_of_kind(kind: str, platform: str, num_devices: int, num_slices: int = 1) -> Hardware:
+    """Returns the hardware of JAX devices described by their kind and platform.
+
+    Raises:
+      UserError: plan.py does not know the kind.
+    """
+    chip = CPU if platform == "cpu" else _chip_of(kind)
     return Hardware(
-        name=kind, chip=chip, num_chips=len(devices) // chip.devices, num_slices=len(slices)
+        name=kind, chip=chip, num_chips=num_devices // chip.devices, num_slices=num_slices
     )
 
 

@@ -15,9 +15,15 @@ from MaxText.config.program_options import option, read_options
 from MaxText.config.schema import all_keys, dotted
 from MaxText.config.values import UntypedValue
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
+from MaxText.experiments.ladder.ladder_args import (
+    DEFAULT_SEEDS,
+    LadderOptions,
+    asks_for_ladder,
+    ladder_issues,
+)
 
 Match = Literal["params", "flops", "tokens", "time"]
-Launch = Literal["run", "print"]
+Launch = Literal["local", "print", "slurm"]
 
 UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 
@@ -98,7 +104,7 @@ def _sweep(text: str) -> list[dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(LadderOptions):
     """Options of compare.py."""
 
     match: Match = option(
@@ -120,7 +126,8 @@ class CompareOptions:
     )
     seeds: tuple[int, ...] = option(
         (0,),
-        "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them.",
+        "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them. By "
+        "default 1, in a ladder 2.",
         read=_seeds,
         accepts="a number, or a list of seeds",
     )
@@ -132,8 +139,9 @@ class CompareOptions:
         accepts="{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'",
     )
     launch: Launch = option(
-        "run",
-        "print: one command per run instead of running, and the one that reports results.",
+        "local",
+        "local: here. print: one command per run instead of running, and the one that "
+        "reports results. slurm: submits each run as a job.",
     )
     num_devices: Count | None = option(
         None, "Devices per run, by default those of this machine.", metavar="NUMBER"
@@ -182,9 +190,12 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
             example = "600, 10m or 1.5h" if options.match == "time" else "1e15, 10M or 1.5B"
             issues.append(_issue(f"budget: {error}", write=f"budget={example}"))
     issues += _option_issues(options)
+    issues += ladder_issues(options, parsed.given)
     issues += _url_issues(arguments)
     output = options.output and options.output.expanduser()
     option_values = vars(options) | {"budget": budget, "output": output}
+    if asks_for_ladder(options) and "seeds" not in parsed.given:
+        option_values["seeds"] = DEFAULT_SEEDS
     request = CompareArgs(**option_values, configs=tuple(parsed.config_files), keys=tuple(keys))
     return request, issues
 

@@ -4,6 +4,7 @@ Runs are train.py in subprocesses, also to measure its steps.
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from filelock import FileLock, Timeout
@@ -25,6 +26,7 @@ from MaxText.config.registry import registrations
 from MaxText.config.schema import Config, all_keys, flatten, settable_names, unflatten
 from MaxText.config.serialization import resolved_yaml
 from MaxText.config.sources import variable_of
+from MaxText.cost.auto_layout import hardware_of_kind
 from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
 from MaxText.experiments.compare_args import CompareArgs
@@ -39,9 +41,13 @@ from MaxText.experiments.comparison_plan import (
     run_config,
     warmup_problems,
 )
+from MaxText.experiments.machine_shares import MachineShare, split_machine
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
 from MaxText.formatting import format_loss
+from MaxText.hardware.chips import Hardware
+from MaxText.launchers.commands import Commands
+from MaxText.launchers.slurm import SlurmOptions, submit
 from MaxText.monitoring.run_record import read_run
 from MaxText.monitoring.step_line import format_duration
 from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
@@ -52,6 +58,8 @@ Log = Callable[[str], None]
 
 TRAIN = REPOSITORY / "MaxText" / "train.py"
 _LOCK = ".running"
+_JOB_FILE = "slurm_job"  # in the folder of a submitted run
+_POLL_SECONDS = 0.1  # between looks at concurrent runs
 _PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine does not hit only one
 _STEPS = 24
@@ -75,7 +83,8 @@ _COUNT_DEVICES = """
 import sys
 from MaxText.runtime import start_up
 start_up.choose_platform(sys.argv[1])
-print("devices", len(start_up.find_devices(sys.argv[1])))
+devices = start_up.find_devices(sys.argv[1])
+print("devices", len(devices), devices[0].platform, devices[0].device_kind)
 """
 
 
@@ -107,7 +116,7 @@ def run_comparison(
         budget=cast(float | None, request.budget),
         solve_for=solve_for,
         tolerance=request.tolerance,
-        num_devices=_num_devices(request, variants),
+        num_devices=count_run_devices(request, variants),
     )
 
     def log_comment(line: str) -> None:
@@ -125,13 +134,11 @@ def run_comparison(
 
         confounded = _log_plan(plan, variants, log_line)
         if prints_script:
-            for run in unfinished:
-                write_config(run)
-            paths = [[run.config_path for run in chain if run in unfinished] for chain in chains]
-            for line in format_launch_script(list(filter(None, paths)), command):
-                log(line)
+            print_runs(chains, unfinished, command, log)
+        elif unfinished and request.launch == "slurm":
+            submit_runs(chains, unfinished, log)
         elif unfinished:
-            _run_all(runs, unfinished, folder, log)
+            run_all(runs, unfinished, folder, log, find_shares(request, variants))
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
         _report_results(
@@ -209,22 +216,97 @@ def _report_results(
     log(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
 
 
-def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
+def print_runs(
+    chains: Sequence[StageSequence],
+    unfinished: Sequence[Trial],
+    command: Sequence[str],
+    log: Log,
+) -> None:
+    """Writes the configurations of unfinished runs, and logs the script that runs them."""
+    for run in unfinished:
+        write_config(run)
+    paths = [[run.config_path for run in chain if run in unfinished] for chain in chains]
+    for line in format_launch_script(list(filter(None, paths)), command):
+        log(line)
+
+
+def submit_runs(chains: Sequence[StageSequence], unfinished: Sequence[Trial], log: Log) -> None:
+    """Submits one SLURM job per unfinished run; stages of a chain wait for the previous one.
+
+    Partition, time limit and devices are those of sbatch's variables, such as SBATCH_PARTITION and
+    SBATCH_GPUS_PER_NODE. A run whose job is still queued must not be submitted again, so its folder
+    gets a file with the job id, removed by hand to submit again.
+
+    Raises:
+      UserError: sbatch fails.
+    """
+    commands = Commands(log, dry_run=False)
+    for chain in chains:
+        previous = ""
+        for run in (run for run in chain if run in unfinished):
+            submitted = run.folder / _JOB_FILE
+            if submitted.exists():
+                previous = submitted.read_text(encoding="utf-8").strip()
+                log(f"{run.name}: job {previous} was submitted earlier ({submitted})")
+                continue
+            write_config(run)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            dependency = (f"--dependency=afterok:{previous}",) if previous else ()
+            job = SlurmOptions(
+                name=f"{run.label}_{run.seed}", log_dir=str(run.folder), sbatch=dependency
+            )
+            previous = submit(job, [str(run.config_path.absolute())], commands, log)
+            submitted.write_text(previous + "\n", encoding="utf-8")
+    log("Run the same command again once the jobs are done.")
+
+
+def count_run_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
+    """Returns the devices of each run: as asked for elsewhere, else a share of this machine's.
+
+    Raises:
+      UserError: The configurations or the request do not fit this machine.
+    """
+    if request.num_devices is not None and request.launch != "local":
+        return request.num_devices
+    present = count_devices(_hardware_of(variants))
+    shares = find_shares(request, variants)
+    count = present // len(shares) if shares and shares[0].environment else present
+    if request.num_devices not in (None, count):
+        raise UserError(
+            f"num_devices={request.num_devices}, but a run on this machine has {count}, so it "
+            "would miss the budget. Add launch=print to plan for another machine."
+        )
+    return count
+
+
+def _hardware_of(variants: Sequence[Variant]) -> str:
     hardware = {variant.config.run.hardware for variant in variants}
     if len(hardware) > 1:
         raise UserError(
             f"hardware: the configurations set {' and '.join(sorted(hardware))}. Set one value for "
             "all of them on the command line."
         )
-    if request.num_devices is not None and request.launch == "print":
-        return request.num_devices
-    present = count_devices(hardware.pop())
-    if request.num_devices not in (None, present):
-        raise UserError(
-            f"num_devices={request.num_devices}, but this machine has {present}, so runs here "
-            "would miss the budget. Add launch=print to plan for another machine."
-        )
-    return present
+    return hardware.pop()
+
+
+def find_local_hardware(request: CompareArgs, variants: Sequence[Variant]) -> Hardware | None:
+    """Returns the hardware of a run on this machine; None if runs elsewhere, or it is unknown."""
+    if request.launch != "local":
+        return None
+    devices = find_devices(_hardware_of(variants))
+    count = count_run_devices(request, variants)
+    try:
+        return hardware_of_kind(devices.kind, devices.platform, count)
+    except UserError:
+        return None
+
+
+def find_shares(request: CompareArgs, variants: Sequence[Variant]) -> list[MachineShare]:
+    """Returns the shares of this machine that `jobs` runs use; none if one has the whole."""
+    if request.jobs == 1 or request.launch != "local":
+        return []
+    present = find_devices(_hardware_of(variants))
+    return split_machine(request.jobs, present.platform, present.count)
 
 
 def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
@@ -245,8 +327,8 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
     return [*lines, shlex.join([sys.executable.removeprefix(current_folder), *command])]
 
 
-def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, log: Log) -> None:
-    """Runs the unfinished ones of all runs in order, and logs results and the time that is left.
+class _Progress:
+    """Logs the start and the result of each run, and the time that is left.
 
     The remaining time is that of the runs so far, in proportion to `Trial.weight`. Resumed runs do
     not count, as they took less than a whole run.
@@ -254,29 +336,44 @@ def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, l
     Args:
       runs: All runs, for their numbers.
       unfinished: Those to start or resume.
-      folder: Of the experiment.
+      num_jobs: Runs at a time.
       log: Prints a line.
-
-    Raises:
-      UserError: A run ended before it was complete.
     """
-    done = len(runs) - len(unfinished)
-    log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
-    # Of the whole runs so far.
-    work = 0.0
-    seconds = 0.0
-    for run_number, run in enumerate(runs, 1):
-        if run not in unfinished:
-            continue
-        name = f"[{run_number}/{len(runs)}] {run.name}"
+
+    def __init__(self, runs: Sequence[Trial], unfinished: Sequence[Trial], num_jobs: int, log: Log):
+        self._names = {
+            run.folder: f"[{number}/{len(runs)}] {run.name}" for number, run in enumerate(runs, 1)
+        }
+        self._remaining = {run.folder: run.weight for run in unfinished}
+        self._num_jobs = num_jobs
+        self._log = log
+        self._began: dict[Path, float] = {}  # by folder, of runs that are not resumed
+        self._resumed: set[Path] = set()
+        # Of the whole runs so far.
+        self._work = 0.0
+        self._seconds = 0.0
+
+    def begin(self, run: Trial) -> bool:
+        """Logs that a run starts; returns False if an earlier stage diverged, so that it cannot."""
+        name = self._names[run.folder]
         if comparison_results.is_over(run):
-            log(f"{name}: skipped, because an earlier stage diverged")
-            continue
+            self._log(f"{name}: skipped, because an earlier stage diverged")
+            del self._remaining[run.folder]
+            return False
         earlier_record = comparison_results.load_record(run)
-        is_resumed = earlier_record is not None and earlier_record.steps
-        began = time.monotonic()
-        log(f"{name}: {'resumed' if is_resumed else 'started'}")
-        code = train(run)
+        if earlier_record is not None and earlier_record.steps:
+            self._resumed.add(run.folder)
+        self._began[run.folder] = time.monotonic()
+        self._log(f"{name}: {'resumed' if run.folder in self._resumed else 'started'}")
+        return True
+
+    def end(self, run: Trial, code: int) -> None:
+        """Logs the result of a run that exited with `code`.
+
+        Raises:
+          UserError: It ended before it was complete.
+        """
+        name = self._names[run.folder]
         # After exit code 0 the record must be readable: read_run raises otherwise.
         record = comparison_results.load_record(run) if code else read_run(run.folder)
         if record is None or record.state not in comparison_results.FINISHED:
@@ -285,26 +382,89 @@ def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, l
                 f"Last lines of {run.log}:\n{tail(run.log)}\n"
                 "  Run the same command to resume this run."
             )
-        run_seconds = time.monotonic() - began
+        seconds = time.monotonic() - self._began[run.folder]
+        del self._remaining[run.folder]
         if record.state == comparison_results.DIVERGED:
-            log(f"{name}: diverged at step {record.last_step}, {format_duration(run_seconds)}")
-            continue
+            self._log(f"{name}: diverged at step {record.last_step}, {format_duration(seconds)}")
+            return
         loss = format_loss(record.final_loss)
         accuracy = record.final_accuracy
         of_labels = "" if accuracy is None else f", accuracy {accuracy:.4f}"
-        line = f"{name}: validation loss {loss}{of_labels}, {format_duration(run_seconds)}"
-        if not is_resumed:
-            work += run.weight
-            seconds += run_seconds
-        remaining_work = sum(
-            later_run.weight for later_run in runs[run_number:] if later_run in unfinished
-        )
-        if work and remaining_work:
-            line += f", about {format_duration(seconds / work * remaining_work)} left"
-        log(line)
+        line = f"{name}: validation loss {loss}{of_labels}, {format_duration(seconds)}"
+        if run.folder not in self._resumed:
+            self._work += run.weight
+            self._seconds += seconds
+        remaining_work = sum(self._remaining.values())
+        if self._work and remaining_work:
+            left = self._seconds / self._work * remaining_work / self._num_jobs
+            line += f", about {format_duration(left)} left"
+        self._log(line)
         for row in record.events:
             if row["event"] == "warning":
-                log(f"{name}: WARNING: {row.get('reason')}.")
+                self._log(f"{name}: WARNING: {row.get('reason')}.")
+
+
+def run_all(
+    runs: Sequence[Trial],
+    unfinished: Sequence[Trial],
+    folder: Path,
+    log: Log,
+    shares: Sequence[MachineShare] = (),
+) -> None:
+    """Runs the unfinished ones of all runs in order, and logs results and the time that is left.
+
+    Args:
+      runs: All runs, for their numbers.
+      unfinished: Those to start or resume.
+      folder: Of the experiment.
+      log: Prints a line.
+      shares: Of the machine, each for one run at a time; without any, one run has the whole.
+
+    Raises:
+      UserError: A run ended before it was complete.
+    """
+    done = len(runs) - len(unfinished)
+    log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
+    progress = _Progress(runs, unfinished, max(len(shares), 1), log)
+    if shares:
+        _run_concurrently(unfinished, progress, shares)
+        return
+    for run in runs:
+        if run in unfinished and progress.begin(run):
+            progress.end(run, train(run))
+
+
+def _run_concurrently(
+    unfinished: Sequence[Trial], progress: _Progress, shares: Sequence[MachineShare]
+) -> None:
+    """Runs one process on each share of the machine, until all runs are complete."""
+    waiting = list(unfinished)
+    free = list(shares)
+    active: dict[subprocess.Popen, tuple[Trial, MachineShare]] = {}
+    try:
+        while waiting or active:
+            active_runs = [run for run, _ in active.values()]
+            # Stages of a chain wait for the previous one.
+            ready = [r for r in waiting if r.previous not in (*waiting, *active_runs)]
+            for run, share in zip(ready, list(free), strict=False):
+                waiting.remove(run)
+                if progress.begin(run):
+                    free.remove(share)
+                    write_config(run)
+                    command = train_command(run.config_path)
+                    environment = subprocess_env() | dict(share.environment)
+                    process = start_training(command, run.log, environment)
+                    share.pin(process.pid)
+                    active[process] = (run, share)
+            for process in [process for process in active if process.poll() is not None]:
+                run, share = active.pop(process)
+                free.append(share)
+                progress.end(run, process.returncode)
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        for process in active:
+            terminate(process)
+        raise
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
@@ -326,8 +486,17 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
 
 
-def count_devices(hardware: str) -> int:
-    """Returns the device count of this machine; raises UserError if none."""
+class DeviceCount(NamedTuple):
+    """Devices of this machine, as a subprocess found them."""
+
+    count: int
+    platform: str  # "cpu", "gpu" or "tpu"
+    kind: str  # `device_kind`, such as "NVIDIA H100 80GB HBM3"
+
+
+@functools.cache
+def find_devices(hardware: str) -> DeviceCount:
+    """Returns the devices of this machine; raises UserError if none."""
     command = [sys.executable, "-c", _COUNT_DEVICES, hardware]
     process = subprocess.run(
         command,
@@ -338,12 +507,17 @@ def count_devices(hardware: str) -> int:
         errors="replace",
         check=False,
     )
-    output_words = process.stdout.split()
-    if process.returncode or output_words[:1] != ["devices"]:
+    words = process.stdout.split()
+    if process.returncode or words[:1] != ["devices"]:
         error = (process.stderr.strip().splitlines() or ["no message"])[-1]
         error = error.removeprefix("MaxText.errors.UserError: ")
         raise UserError(f"cannot count the devices of this machine: {error}")
-    return int(output_words[1])
+    return DeviceCount(int(words[1]), words[2], " ".join(words[3:]))
+
+
+def count_devices(hardware: str) -> int:
+    """Returns the device count of this machine; raises UserError if none."""
+    return find_devices(hardware).count
 
 
 def tail(log: Path, count: int = 12) -> str:
@@ -453,8 +627,20 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def time_steps(plan: Plan, variants: Sequence[Variant], log: Log) -> None:
-    """Adds missing measurements to the plan and saves it after each."""
+def time_steps(
+    plan: Plan, variants: Sequence[Variant], log: Log, num_rounds: int = _ROUNDS
+) -> None:
+    """Adds missing measurements to the plan and saves it after each.
+
+    Args:
+      plan: Gets the seconds of each step.
+      variants: Its configurations, which alternate.
+      log: Prints a line.
+      num_rounds: Of one short run per configuration.
+
+    Raises:
+      UserError: The shape of the batch changes during a run, or a short run fails.
+    """
     stages = {name: config for variant in variants for name, config in variant.named_stages}
     for name, config in stages.items():
         batch = config.batch
@@ -464,13 +650,13 @@ def time_steps(plan: Plan, variants: Sequence[Variant], log: Log) -> None:
                 "run (enable_rampup_batch_size, sequence_length_stages). Use match=flops or "
                 "match=tokens."
             )
-    for index in range(_ROUNDS):
+    for index in range(num_rounds):
         for name, config in stages.items():
             rounds = plan.measurements.setdefault(name, [])
             if len(rounds) > index:
                 continue
             folder = plan.folder / _FOLDER / f"{name}_{index}"
-            log(f"measuring {name}, round {index + 1} of {_ROUNDS}: {_STEPS} steps")
+            log(f"measuring {name}, round {index + 1} of {num_rounds}: {_STEPS} steps")
             rounds.append(_step_seconds(name, config, folder))
             plan.save()
     shutil.rmtree(plan.folder / _FOLDER, ignore_errors=True)

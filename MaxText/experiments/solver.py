@@ -42,6 +42,9 @@ _MLP_SHARE = 0.2  # by which the feed-forward may change its proportion to meet 
 
 _NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
 
+# The search tries many steps of one model.
+_abstract_model = functools.lru_cache(maxsize=16)(abstract_model)
+
 Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]
 
@@ -60,7 +63,7 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
 
     length = config.model.shape.max_target_length
     batches = schedule_batches(config.batch, length, batch_size_of)
-    model = abstract_model(config.model)
+    model = _abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
     return SolvedStage(
@@ -215,7 +218,8 @@ class _Search:
         self._bound = self.least = int(bounds.get("ge", bounds.get("gt", 0) + 1))
         largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
-        self.step = _multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
+        # Values are multiples of it.
+        self.step = hardware_multiple(self.start) if solve_for == WIDTH else 1
         self.amount = functools.cache(lambda value: amount(cast(Stages, self.stages(value))))
 
     def _start(self, keys: dict[str, Any]) -> int:
@@ -247,7 +251,7 @@ class _Search:
         return [
             value
             if stage_start == self.start
-            else _in_proportion(stage_start, value / self.start, self.step)
+            else in_proportion(stage_start, value / self.start, self.step)
             for stage_start in self._starts
         ]
 
@@ -257,10 +261,10 @@ class _Search:
         factor = stage_value / self._starts[number]
         changes: dict[str, Any] = {self.key: stage_value}
         if self.solve_for == WIDTH and not _is_of_slots(self._stages[number]):
-            changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
+            changes[_MLP] = in_proportion(keys[_MLP], factor, hardware_multiple(keys[_MLP]))
         if self.solve_for == SLOTS:
             slots = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
-            changes |= {name: _in_proportion(value, factor, 1) for name, value in slots.items()}
+            changes |= {name: in_proportion(value, factor, 1) for name, value in slots.items()}
         return changes
 
     def first_from(self, low: int) -> int | None:
@@ -280,6 +284,14 @@ class _Search:
 
     def around(self, budget: float) -> list[int]:
         """Returns the largest allowed value within the budget, and the next one."""
+        # Amounts are mostly in proportion to the steps, so that the first guess is right.
+        if self.solve_for == STEPS:
+            guess = int(self.start * budget / self.amount(self.start))
+            for low in (guess, guess - 1):
+                if self.stages(low) is None or self.stages(low + 1) is None:
+                    continue
+                if self.amount(low) <= budget < self.amount(low + 1):
+                    return [low, low + 1]
         # Doubling first, because amounts of the largest values take long to compute.
         end = self.start
         while end < self.most and self.amount_from(end) <= budget:
@@ -299,11 +311,13 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _in_proportion(size: int, factor: float, step: int) -> int:
+def in_proportion(size: int, factor: float, step: int) -> int:
+    """Returns a size times a factor as a multiple of `step`, at least one."""
     return max(round(size * factor / step), 1) * step
 
 
-def _multiple(size: int) -> int:
+def hardware_multiple(size: int) -> int:
+    """Returns the number that sizes near `size` stay multiples of, for hardware efficiency."""
     return next(m for m in _MULTIPLES if size % m == 0 and (size >= m * _TIMES or m == 1))
 
 
@@ -341,7 +355,7 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
     Widths come in multiples, so the best one misses the budget by up to half a multiple.
     """
     search = _Search(stages, SLOTS if _is_of_slots(stages[-1]) else _MLP, amount)
-    search.step = _multiple(search.start)
+    search.step = hardware_multiple(search.start)
     search.least = math.ceil(search.start * (1 - _MLP_SHARE))
     search.most = math.floor(search.start * (1 + _MLP_SHARE))
     fitting = search.stages(search.best(search.around(budget), budget))

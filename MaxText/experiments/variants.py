@@ -33,6 +33,7 @@ from MaxText.experiments.compare_args import (
     CompareArgs,
     expand_sweep,
 )
+from MaxText.experiments.ladder.ladder_args import asks_for_ladder, ladder_name
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
@@ -208,7 +209,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
             else:
                 swept = tuple(map(_canonical_name, variant.assignment))
                 variants.append(Variant(label, variant.source, swept, configs))
-    if len(requested) == 1 and not issues:
+    if len(requested) == 1 and not issues and not asks_for_ladder(request):
         message = "only one configuration is given, so there is nothing to compare"
         alternative = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
         facts = (("write", "a second CONFIG.yml,"), alternative)
@@ -370,8 +371,10 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
     stems = [Path(path).stem for path in request.configs]
     # Another budget is another comparison, whose runs belong elsewhere.
     budget = [] if request.budget is None else [f"{request.budget:g}"]
-    end = "_".join(["", request.match, *budget])
-    name = "_".join(["compare", *stems, *swept])
+    kind, end = "compare", "_".join(["", request.match, *budget])
+    if asks_for_ladder(request):
+        kind, end = "ladder", f"_{ladder_name(request)}"
+    name = "_".join([kind, *stems, *swept])
     return parent / (name[: _LONGEST_FOLDER - len(end)] + end)
 
 

@@ -248,7 +248,7 @@ BELOW |= {
     "run": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation reports",
     "conformance": f"{_LOWER} growth cost",
     "experiments": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation"
-    " reports run conformance",
+    " reports run conformance launchers",
     "launchers": "config storage runtime hardware checkpointing",
 }
 

@@ -1,0 +1,349 @@
+"""Plan of a ladder: every run with its cost, and what is wrong with it, before anything runs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from MaxText.config.problems import ConfigIssue
+from MaxText.config.schema import Config, flatten
+from MaxText.cost.auto_layout import choose_layout
+from MaxText.cost.job_plan import JobPlan, make_plan
+from MaxText.errors import UserError
+from MaxText.experiments.compare_args import STEPS, CompareArgs
+from MaxText.experiments.comparison_plan import (
+    ComparisonSpec,
+    Plan,
+    SolvedConfig,
+    chains_of,
+    load_or_create_plan,
+    warmup_problems,
+)
+from MaxText.experiments.ladder.ladder_args import round_up
+from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
+from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, SWEEP_SEED
+from MaxText.experiments.ladder.rung_sizes import Size
+from MaxText.experiments.ladder.rungs import (
+    BATCH_RATE_EXPONENT,
+    RATE_KEY,
+    TOKENS_RATE_EXPONENT,
+    WIDTH_EXPONENTS,
+    LadderRung,
+)
+from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
+from MaxText.experiments.variants import Variant, confounding_keys
+from MaxText.formatting import format_duration, format_table, pluralize, short_count
+from MaxText.hardware.chips import Hardware
+
+_BATCH_KEY = "per_device_batch_size"
+
+
+@dataclasses.dataclass(frozen=True)
+class SolvedRung:
+    """A rung with the steps of its runs, and their time where the hardware is known."""
+
+    rung: LadderRung
+    spec: ComparisonSpec
+    planned: Mapping[str, SolvedConfig]  # by label
+    job_plans: Mapping[str, JobPlan] = dataclasses.field(default_factory=dict)  # by label
+
+    @property
+    def compute(self) -> float:
+        """FLOPs of all of its configurations, with one seed."""
+        return sum(solved.total("flops") for solved in self.planned.values())
+
+    def open_plan(self, folder: Path, rates: Mapping[str, float], seeds: Sequence[int]) -> Plan:
+        """Loads or creates the comparison of this rung.
+
+        Args:
+          folder: Of the ladder.
+          rates: Factor of the learning rate by label.
+          seeds: Of its runs.
+
+        Raises:
+          UserError: The folder has another comparison, whose runs have begun.
+        """
+        path = folder / self.rung.folder
+        variants = self.rung.with_rates(rates).variants
+        plan = load_or_create_plan(path, variants, self.spec, seeds)
+        plan.planned = dict(self.planned)
+        plan.budget = self.rung.compute
+        path.mkdir(parents=True, exist_ok=True)
+        plan.save()
+        return plan
+
+    def with_rates(self, rates: Mapping[str, float]) -> tuple[Variant, ...]:
+        """Returns its configurations with learning rates multiplied by a factor, without steps."""
+        return self.rung.with_rates(rates).variants
+
+    def sized_variants(self, rates: Mapping[str, float]) -> list[Variant]:
+        """Returns its configurations with all of their keys, steps included."""
+        plan = Plan(Path(), self.spec, {}, planned=dict(self.planned))
+        return solved_variants(plan, self.with_rates(rates))
+
+    def seconds(self, label: str) -> float | None:
+        """Returns the estimated seconds of a run; None if the hardware is unknown."""
+        if label not in self.job_plans:
+            return None
+        return self.job_plans[label].time.estimate * self.planned[label].total("steps")
+
+
+def rung_spec(rung: LadderRung, request: CompareArgs, num_devices: int) -> ComparisonSpec:
+    """Returns the comparison that a rung is: equal FLOPs, met by the number of steps."""
+    return ComparisonSpec(
+        match="flops",
+        budget=rung.compute,
+        solve_for={variant.label: STEPS for variant in rung.variants},
+        tolerance=request.tolerance,
+        num_devices=num_devices,
+    )
+
+
+def solve_rungs(
+    request: CompareArgs,
+    rungs: Sequence[LadderRung],
+    num_devices: int,
+    hardware: Hardware | None,
+) -> tuple[list[SolvedRung], list[ConfigIssue]]:
+    """Returns the rungs with their steps, and everything that is wrong with them.
+
+    Args:
+      request: With the ladder's options.
+      rungs: Of `plan_rungs`.
+      num_devices: Of a run.
+      hardware: That runs will have; None if it is unknown.
+    """
+    messages: dict[str, str] = {}  # message -> remedy
+    solved = []
+    for rung in rungs:
+        spec = rung_spec(rung, request, num_devices)
+        plan = Plan(Path(), spec, {v.label: {} for v in rung.variants}, seeds=request.seeds)
+        try:
+            solve_plan(plan, rung.variants)
+        except UserError as error:
+            messages[f"rung {rung.number}: {error}"] = _smaller_batch(rung.variants, 2.0)
+            continue
+        for problem in warmup_problems(plan, rung.variants):
+            factor = _missing_steps(rung.variants, plan)
+            messages[f"rung {rung.number}: {problem}"] = _smaller_batch(
+                rung.variants, factor, rungs[0].compute
+            )
+        for chain in chains_of(plan, rung.variants):
+            for run in chain:
+                for error in validation_errors(run.config):
+                    messages[f"rung {rung.number}: {error}"] = "the keys of the configuration"
+        solved.append(SolvedRung(rung, spec, plan.planned))
+    if rungs:
+        messages |= _difference_messages(request, rungs[0])
+        messages |= _timing_messages(request, rungs[0])
+    if SWEEP_SEED in request.seeds:
+        messages[f"seeds: {SWEEP_SEED} is the seed of the learning rate sweep"] = "other seeds="
+    if hardware is not None and not messages:
+        solved = [_with_job_plans(rung, hardware) for rung in solved]
+        messages |= _memory_messages(solved, hardware)
+    issues = [
+        ConfigIssue(message, ("command line",), (("write", remedy),))
+        for message, remedy in messages.items()
+    ]
+    return solved, issues
+
+
+def _missing_steps(variants: Sequence[Variant], plan: Plan) -> float:
+    """Returns the factor by which the runs of a rung have too few steps for their warm-up."""
+    factors = [2.0]
+    for variant in variants:
+        steps = plan.planned[variant.label].total("steps")
+        schedule = variant.config.schedule
+        needed = 1 / schedule.warmup_steps_fraction if schedule.warmup_steps_fraction else 1.0
+        needed = max(needed, schedule.num_warmup_steps + 1)
+        factors.append(needed / steps)
+    return max(factors)
+
+
+def _smaller_batch(variants: Sequence[Variant], factor: float, compute: float | None = None) -> str:
+    """Returns options with `factor` times as many steps at the smallest rung.
+
+    Args:
+      variants: Of the rung.
+      factor: Of the steps.
+      compute: FLOPs of the smallest rung, whose root the steps grow with.
+    """
+    batch = flatten(variants[0].config)[_BATCH_KEY] / 2 ** math.ceil(math.log2(factor))
+    options = [f"{_BATCH_KEY}={batch:g}"] if batch >= 1 else []
+    if compute is not None:
+        options.append(f"from={round_up(compute * factor**2):.2g}")
+    return ", or ".join(options or ["a larger from="])
+
+
+def _difference_messages(request: CompareArgs, rung: LadderRung) -> dict[str, str]:
+    """Returns what differs between the arms outside of the model, and how to make it equal."""
+    solved_for = {STEPS, RATE_KEY} if request.lr_sweep else {STEPS}
+    on_purpose = {variant.label: solved_for for variant in rung.variants}
+    messages = {}
+    for line in confounding_keys(rung.variants, on_purpose):
+        name = line.partition(":")[0]
+        value = flatten(rung.variants[0].config)[name]
+        remedy = f"{name}={value} for all of them"
+        if name == RATE_KEY:
+            remedy = "lr_sweep=2, which finds the learning rate of each, or one learning_rate="
+        messages[f"the configurations differ outside of the model in {line}"] = remedy
+    return messages
+
+
+def _timing_messages(request: CompareArgs, rung: LadderRung) -> dict[str, str]:
+    """Returns which arms cannot be timed, as the shape of their batches changes."""
+    if not request.timings or request.launch != "local" or len(rung.variants) == 1:
+        return {}
+    changing = [
+        variant.label
+        for variant in rung.variants
+        if any(
+            stage.batch.enable_rampup_batch_size or stage.batch.sequence_length_stages
+            for stage in variant.stages
+        )
+    ]
+    if not changing:
+        return {}
+    message = f"steps of {', '.join(changing)} cannot be timed: the shape of their batches changes"
+    return {message: "timings=0, for a verdict in FLOPs"}
+
+
+def _with_job_plans(solved: SolvedRung, hardware: Hardware) -> SolvedRung:
+    """Returns a rung with the plan of a step of each configuration that has one."""
+    plans = {}
+    for variant in solved.rung.variants:
+        try:
+            plans[variant.label] = plan_step(variant.config, hardware)
+        except UserError:
+            continue  # reported by _memory_messages
+    return dataclasses.replace(solved, job_plans=plans)
+
+
+def plan_step(config: Config, hardware: Hardware) -> JobPlan:
+    """Returns what a step needs on hardware; UserError if the mesh does not fit it."""
+    return make_plan(choose_layout(config, hardware, lambda line: None), hardware)
+
+
+def _memory_messages(rungs: Sequence[SolvedRung], hardware: Hardware) -> dict[str, str]:
+    """Returns which rungs do not fit the memory of the devices, and the largest that does."""
+    too_large = []
+    for solved in rungs:
+        for variant in solved.rung.variants:
+            try:
+                job = solved.job_plans.get(variant.label) or plan_step(variant.config, hardware)
+            except UserError as error:
+                return {f"rung {solved.rung.number}, {variant.label}: {error}": "another mesh"}
+            if not job.fits:
+                needed = f"{job.memory.total / 1e9:.3g} GB of {hardware.memory / 1e9:.3g} GB"
+                too_large.append((solved, f"{variant.label} needs {needed} per device"))
+    if not too_large:
+        return {}
+    first, reason = too_large[0]
+    message = (
+        f"rung {first.rung.number} does not fit {hardware.describe()}: {reason}, and larger rungs "
+        "need more"
+    )
+    remedy = "remat_policy=full, a smaller per_device_batch_size"
+    fitting = [solved for solved in rungs if solved.rung.number < first.rung.number]
+    if fitting:
+        remedy += f", or to={fitting[-1].rung.compute:.3g}"
+    return {message: remedy}
+
+
+def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: int) -> list[str]:
+    """Returns the plan to print: all runs with their cost, the rules, and the power."""
+    labels = [variant.label for variant in rungs[0].rung.variants]
+    num_seeds = len(request.seeds)
+    num_runs = len(rungs) * len(labels) * num_seeds
+    low, high = rungs[0].rung.compute, rungs[-1].rung.compute
+    total = sum(rung.compute for rung in rungs) * num_seeds
+    lines = [
+        f"ladder of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
+        f"{', '.join(map(str, request.seeds))}; {pluralize(num_devices, 'device')}",
+        *_rule_lines(request, rungs),
+        "",
+        *format_table(*plan_table(request, rungs), max_width=None).splitlines(),
+        "",
+        f"{num_runs} runs of {total:.3g} FLOPs in total{_total_time(request, rungs)}.",
+    ]
+    if request.lr_sweep:
+        swept = rungs[: request.lr_sweep]
+        cost = sum(rung.compute for rung in swept) * len(FACTORS)
+        lines.append(
+            f"Before them, {len(FACTORS) * len(labels) * len(swept)} runs of {cost:.3g} FLOPs "
+            f"sweep the learning rate at the smallest {pluralize(len(swept), 'rung')}, with "
+            "another seed."
+        )
+    if len(labels) > 1:
+        smallest = smallest_speedup([rung.rung.compute for rung in rungs], num_seeds)
+        lines.append(
+            f"Power: such a ladder calls a speed-up of {smallest:.2f} in FLOPs or more "
+            f'"worked" in {POWER:.0%} of cases, with the noise of published ladders. In time, more '
+            "by the throughput that the variant loses."
+        )
+    return [*lines, ""]
+
+
+def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
+    """Returns the rules of sizes, batches and learning rates."""
+    optimizers = {v.config.optimizer.opt_type for v in rungs[0].rung.variants}
+    exponents = ", ".join(f"{WIDTH_EXPONENTS[name]:g} ({name})" for name in sorted(optimizers))
+    rate = "as in the file"
+    if request.transfer == "scaled":
+        rate = (
+            f"width^{exponents} x batch^{BATCH_RATE_EXPONENT:g} x tokens^{TOKENS_RATE_EXPONENT:g}, "
+            "from the file's width and the smallest rung's batch and tokens"
+        )
+    return [
+        f"  sizes: {request.sizes}; {request.tokens_per_parameter:g} tokens per parameter of "
+        f"{rungs[0].rung.variants[0].label}, embeddings included",
+        f"  batch: tokens^{request.batch_exponent:g}, to a power of two; the smallest rung has "
+        "that of the file",
+        f"  learning rate: {rate}",
+    ]
+
+
+def _total_time(request: CompareArgs, rungs: Sequence[SolvedRung]) -> str:
+    """Returns the estimated time of all runs, empty if the hardware is unknown."""
+    seconds = [rung.seconds(variant.label) for rung in rungs for variant in rung.rung.variants]
+    known = [number for number in seconds if number is not None]
+    if not known or len(known) < len(seconds):
+        return ""
+    total = sum(known) * len(request.seeds) / request.jobs
+    return f", about {format_duration(total)} of training steps by the estimate of plan.py"
+
+
+def plan_table(
+    request: CompareArgs, rungs: Sequence[SolvedRung]
+) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and one row per rung and configuration."""
+    header = ["rung", "configuration", "width", "layers", "parameters", "tokens", "tokens/param"]
+    header += ["batch", "steps", "learning rate", "FLOPs", "runs", "seconds/run"]
+    rows = []
+    for solved in rungs:
+        for variant in solved.rung.variants:
+            planned = solved.planned[variant.label]
+            size = Size.of(variant.config)
+            tokens = planned.total("tokens")
+            steps = planned.total("steps")
+            parameters = planned.stages[-1].parameters
+            seconds = solved.seconds(variant.label)
+            sequences = tokens / steps / variant.config.model.shape.max_target_length
+            rows.append(
+                [
+                    str(solved.rung.number),
+                    variant.label,
+                    str(size.width),
+                    str(size.depth),
+                    short_count(parameters),
+                    short_count(tokens),
+                    f"{tokens / parameters:.3g}",
+                    f"{sequences:g}",
+                    f"{steps:,}",
+                    f"{flatten(variant.config)[RATE_KEY]:.3g}",
+                    f"{planned.total('flops'):.3g}",
+                    str(len(request.seeds)),
+                    "" if seconds is None else f"{seconds:,.0f}",
+                ]
+            )
+    return header, rows

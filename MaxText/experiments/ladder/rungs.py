@@ -1,0 +1,257 @@
+"""Rungs of a ladder: every configuration at several sizes, by stated rules.
+
+All arms (configurations) have the same FLOPs at a rung, and the width and depth of the first one.
+Batch sizes and learning rates of the files are those of the smallest rung's batch and of the file's
+width; larger rungs scale them.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from MaxText.config import values
+from MaxText.config.problems import ConfigIssue, close_matches
+from MaxText.config.schema import Config, all_keys, dotted, flatten, unflatten
+from MaxText.config.sources import ALIASES
+from MaxText.errors import UserError
+from MaxText.experiments.compare_args import SET_PER_RUN, STEPS
+from MaxText.experiments.ladder.ladder_args import MIN_RUNGS, MIN_SPAN, LadderOptions
+from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, resize, tokens_of_compute
+from MaxText.experiments.solver import cost, with_overrides
+from MaxText.experiments.variants import Variant
+
+RATE_KEY = "learning_rate"
+_EVAL_BATCH_KEY = "eval_per_device_batch_size"
+_BATCH_KEYS = (
+    "per_device_batch_size",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+)
+# Exponent of the learning rate in the width: the factor of a hidden matrix. Adam's in muP (Yang et
+# al. 2022, arXiv:2203.03466, table 3); for updates of fixed rms, whose spectral norm grows as the
+# root of the width, that of an update with the spectral norm of muP.
+WIDTH_EXPONENTS = {"adamw": -1.0, "lion": -1.0, "muon": -0.5, "adafactor": -0.5, "sgd": 0.0}
+# Exponents in batch size and training tokens of Delphi (Open Athena, 2026).
+BATCH_RATE_EXPONENT = 0.5
+TOKENS_RATE_EXPONENT = -0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class LadderRung:
+    """Configurations of a rung. Their steps are solved for later."""
+
+    number: int  # from 1, ascending in compute
+    compute: float  # FLOPs of one run
+    variants: tuple[Variant, ...]
+
+    @property
+    def folder(self) -> str:
+        """Its folder within the ladder's."""
+        return f"rung_{self.number}"
+
+    def with_rates(self, factors: Mapping[str, float]) -> "LadderRung":
+        """Returns the rung with learning rates multiplied by a factor per configuration."""
+        variants = tuple(
+            with_rate_factor(variant, factors.get(variant.label, 1.0)) for variant in self.variants
+        )
+        return dataclasses.replace(self, variants=variants)
+
+
+def with_rate_factor(variant: Variant, factor: float) -> Variant:
+    """Returns a variant with the learning rate of each stage multiplied."""
+    rates = [flatten(stage)[RATE_KEY] * factor for stage in variant.stages]
+    stages = zip(variant.stages, rates, strict=True)
+    return variant._replace(
+        stages=tuple(_changed(stage, {RATE_KEY: rate}) for stage, rate in stages)
+    )
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    return unflatten(flatten(config) | dict(changes))
+
+
+def plan_rungs(
+    options: LadderOptions, variants: Sequence[Variant], num_devices: int
+) -> tuple[list[LadderRung], list[ConfigIssue]]:
+    """Returns the rungs of a ladder, and what is wrong with them.
+
+    Args:
+      options: Of the ladder, without problems of their own.
+      variants: Configurations as in their files.
+      num_devices: Of a run.
+
+    Raises:
+      UserError: The file of sizes cannot be read, or the batch does not fit the devices.
+    """
+    listed: Sequence[Mapping[str, Any]]
+    if isinstance(options.sizes, Path):
+        listed = read_sizes(options.sizes)
+        arms, issues = _listed_arms(listed, options.sizes, variants)
+        computes = [_compute_of(arm[0].config, options, num_devices) for arm in arms]
+        issues = issues or _listed_issues(options.sizes, computes)
+    else:
+        assert options.ladder is not None
+        assert options.from_ is not None
+        assert options.to is not None
+        listed = [{}] * options.ladder
+        computes = [float(c) for c in np.geomspace(options.from_, options.to, options.ladder)]
+        sizes, issues = choose_sizes(variants, computes, options, num_devices)
+        arms = [_resized(variants, size) for size in sizes]
+    unknown = {_optimizer(v.config) for v in variants} - WIDTH_EXPONENTS.keys()
+    if unknown and options.transfer == "scaled":
+        message = f"transfer=scaled has no rule for opt_type={', '.join(sorted(unknown))}"
+        fact = ("write", "transfer=none lr_sweep=2")
+        issues = [*issues, ConfigIssue(message, ("command line",), (fact,))]
+    if issues:
+        return [], issues
+    costs = [cost(arm[0].config, num_devices) for arm in arms]
+    tokens = [tokens_of_compute(c, compute) for c, compute in zip(costs, computes, strict=True)]
+    rungs = []
+    for index, (sized, keys) in enumerate(zip(arms, listed, strict=True)):
+        growth = tokens[index] / tokens[0]
+        batch = 1 if keys.keys() & set(_BATCH_KEYS) else batch_factor(options, growth)
+        scales_rate = options.transfer == "scaled" and RATE_KEY not in keys
+        scaled = tuple(
+            _scaled(arm, variant, batch, growth if scales_rate else None)
+            for arm, variant in zip(sized, variants, strict=True)
+        )
+        rungs.append(LadderRung(index + 1, computes[index], scaled))
+    return rungs, []
+
+
+def _resized(variants: Sequence[Variant], size: Size) -> list[Variant]:
+    resized = [resize(variant, size) for variant in variants]
+    assert None not in resized, "choose_sizes has tried them"
+    return [variant for variant in resized if variant is not None]
+
+
+def batch_factor(options: LadderOptions, growth: float) -> int:
+    """Returns the batch size relative to the smallest rung: a power of two near a power law.
+
+    The exponent of the training tokens is that of Power Lines (Bergsma et al. 2025,
+    arXiv:2505.13738) by default. A power of two keeps batches divisible by the devices.
+
+    Args:
+      options: With batch_exponent.
+      growth: Training tokens relative to the smallest rung.
+    """
+    return 2 ** max(round(options.batch_exponent * math.log2(growth)), 0)
+
+
+def rate_factor(config: Config, width: int, batch: float, growth: float) -> float:
+    """Returns the learning rate of a rung relative to that of its file.
+
+    Args:
+      config: As in the file.
+      width: Of the rung.
+      batch: Sequences per step relative to the smallest rung.
+      growth: Training tokens relative to the smallest rung.
+    """
+    exponent = WIDTH_EXPONENTS[_optimizer(config)]
+    if flatten(config).get("parametrization", "standard") != "standard":
+        exponent = 0.0  # it scales the rate of each weight itself
+    by_width = (width / Size.of(config).width) ** exponent
+    return by_width * batch**BATCH_RATE_EXPONENT * growth**TOKENS_RATE_EXPONENT
+
+
+def _optimizer(config: Config) -> str:
+    return config.optimizer.opt_type
+
+
+def _scaled(arm: Variant, variant: Variant, batch: int, growth: float | None) -> Variant:
+    """Returns a sized variant with the batch size and learning rate of its rung.
+
+    Args:
+      arm: The sized variant.
+      variant: As in its file.
+      batch: Factor of the batch size.
+      growth: Training tokens relative to the smallest rung; None leaves the learning rate.
+    """
+    stages = []
+    for sized, stage in zip(arm.stages, variant.stages, strict=True):
+        keys = flatten(sized)
+        changes = {name: keys[name] * batch for name in _BATCH_KEYS}
+        # The same validation text at every rung: eval_steps batches of the same size.
+        changes[_EVAL_BATCH_KEY] = keys[_EVAL_BATCH_KEY] or keys[_BATCH_KEYS[0]]
+        if growth is not None:
+            factor = rate_factor(stage, Size.of(sized).width, batch, growth)
+            changes[RATE_KEY] = keys[RATE_KEY] * factor
+        stages.append(_changed(sized, changes))
+    return arm._replace(stages=tuple(stages))
+
+
+def read_sizes(path: Path) -> list[dict[str, Any]]:
+    """Returns the keys of each rung in a file of sizes, ascending.
+
+    Raises:
+      UserError: The file is no list of mappings of keys that a rung may set.
+    """
+    try:
+        content = values.from_text(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"sizes={path}: cannot be read ({error}).") from error
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        example = "- {base_emb_dim: 64, base_num_decoder_layers: 2}"
+        raise UserError(f"sizes={path}: write a list of one mapping per rung, such as {example}")
+    entries = []
+    for number, item in enumerate(content, 1):
+        entry = {ALIASES.get(name, name): value for name, value in dotted(item).items()}
+        for name in entry:
+            if name in (*SET_PER_RUN, STEPS):
+                raise UserError(
+                    f"sizes={path}, rung {number}: {name} is set by the ladder; remove it."
+                )
+            if name not in all_keys():
+                near = ", ".join(close_matches(name, all_keys()))
+                raise UserError(
+                    f"sizes={path}, rung {number}: unknown key {name}; nearest: {near}."
+                )
+        entries.append(entry)
+    return entries
+
+
+def _listed_arms(
+    entries: Sequence[Mapping[str, Any]], path: Path, variants: Sequence[Variant]
+) -> tuple[list[list[Variant]], list[ConfigIssue]]:
+    """Returns every variant with the keys of each rung, and what is wrong with these."""
+    arms: list[list[Variant]] = []
+    issues = []
+    for number, entry in enumerate(entries, 1):
+        arms.append([])
+        for variant in variants:
+            stages = [with_overrides(stage, dict(entry)) for stage in variant.stages]
+            if None in stages:
+                message = f"rung {number} of {path} breaks a rule of {variant.label}"
+                fact = ("try", f"the keys of the rung with train.py: {values.to_yaml(dict(entry))}")
+                issues.append(ConfigIssue(message, (str(path),), (fact,)))
+            arms[-1].append(variant._replace(stages=tuple(s for s in stages if s is not None)))
+    return ([], issues) if issues else (arms, [])
+
+
+def _compute_of(config: Config, options: LadderOptions, num_devices: int) -> float:
+    """Returns the FLOPs of a run with the tokens per parameter asked for."""
+    measured = cost(config, num_devices)
+    tokens = options.tokens_per_parameter * measured.parameters
+    return measured.flops / measured.tokens * tokens
+
+
+def _listed_issues(path: Path, computes: Sequence[float]) -> list[ConfigIssue]:
+    """Returns what is wrong with the compute of listed rungs."""
+    messages = []
+    if len(computes) < MIN_RUNGS:
+        messages.append(f"{len(computes)} rungs: an interval needs at least {MIN_RUNGS}")
+    if any(low >= high for low, high in itertools.pairwise(computes)):
+        listed = ", ".join(f"{compute:.3g}" for compute in computes)
+        messages.append(f"the FLOPs of its rungs do not ascend: {listed}")
+    elif computes and computes[-1] < MIN_SPAN * computes[0]:
+        messages.append(
+            f"its rungs span {computes[0]:.3g} to {computes[-1]:.3g} FLOPs, a factor of "
+            f"{computes[-1] / computes[0]:.3g}; a law needs {MIN_SPAN:g}. Add a rung of at least "
+            f"{math.sqrt(MIN_SPAN * computes[0] / computes[-1]):.2g} times the parameters"
+        )
+    return [ConfigIssue(f"sizes={path}: {message}", ("command line",)) for message in messages]
