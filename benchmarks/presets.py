@@ -115,7 +115,7 @@ def main() -> int:
         )
         lines = process.stdout.splitlines()
         peak = next((line for line in lines if line.startswith("peak")), "")  # in MiB
-        print(f"{name:<16}{machine:<10}{peak or process.stderr.strip()}", flush=True)
+        print(f"{name:<20}{machine:<10}{peak or process.stderr.strip()}", flush=True)
         failed += process.returncode != 0
     return int(failed > 0)
 
