@@ -35,6 +35,7 @@ class Dense(nnx.Module):
         *,
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,
+        readout: bool = False,
     ):
         """Declares the kernel and the bias.
 
@@ -47,6 +48,7 @@ class Dense(nnx.Module):
           rngs: RNG streams that weights are drawn from.
           use_bias: Whether a bias [outputs...] is added.
           used_in: Dtype of the product, which is then never quantized; None is that of activations.
+          readout: Whether the outputs are a fixed number of logits, as in `param`.
         """
         self.num_input_dims = len(inputs)
         self.axes = axes
@@ -63,6 +65,7 @@ class Dense(nnx.Module):
             dtype=dtype,
             num_input_dims=len(inputs),
             used_in=self.dtype,
+            readout=readout,
         )
         self.bias = (
             param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
