@@ -46,10 +46,12 @@ class ParamSpec(NamedTuple):
     # Standard deviation that it is drawn with: 0 if not randomly, None if unknown.
     init_std: float | None = None
     is_readout: bool = False  # whether it maps the width of the model to a fixed number of logits
-    # Of a parametrization other than standard: sizes of this model over those at base_shape.
-    r_in: float = 1.0  # of the product of input dimensions
-    r_out: float = 1.0  # of the product of all other dimensions but `layers` and `exp`
-    branch_depth_ratio: float = 1.0  # of layers; 1 outside of residual branches and without a rule
+    # Of a parametrization other than standard (layers/assembly/parametrization.py).
+    weight_class: str = ""  # table, vector, hidden or readout; empty in standard form
+    r_in: float = 1.0  # product of input dimensions over that at base_shape
+    r_out: float = 1.0  # the same of all other dimensions but `layers` and `exp`
+    branch_factor: float = 1.0  # multiplier of the residual branch with the weight, (L / L_base)^-a
+    branch_rate: float = 1.0  # factor of learning rates in that branch, (L / L_base)^(a - 1)
 
     @property
     def size(self) -> int:

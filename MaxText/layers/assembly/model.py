@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.assembly.decoder import Decoder
-from MaxText.layers.assembly.parametrization import init_factors, with_ratios
+from MaxText.layers.assembly.parametrization import depth_factors, init_factors, with_ratios
 from MaxText.layers.dense import scaled
 from MaxText.layers.params import AbstractRngs, Params
 from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
@@ -97,7 +97,7 @@ class Model:
         self._init_factors: dict[str, float] = {}
         if not config.is_standard:
             base = Model(config.at_base_shape).parameters
-            self.parameters = with_ratios(self.parameters, base, config.depth_ratio)
+            self.parameters = with_ratios(self.parameters, base, depth_factors(config))
             self._init_factors = init_factors(self.parameters, base)
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:

@@ -17,8 +17,9 @@ al. 2022, arXiv 2203.03466, table 8). training/multipliers.py has the rules of o
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from MaxText.config.model_sections import ModelConfig
 from MaxText.errors import UserError
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -34,7 +35,21 @@ _REMEDY = (
 )
 
 
-def weight_class(spec: ParamSpec) -> WeightClass:
+class DepthFactors(NamedTuple):
+    """Factors of the depth rule: L layers, L_base at base_shape, exponent a (CompleteP, table 1)."""
+
+    branch: float = 1.0  # (L / L_base)^-a: multiplier of residual branches
+    rate: float = 1.0  # (L / L_base)^(a - 1): factor of learning rates in them
+
+
+def depth_factors(config: ModelConfig) -> DepthFactors:
+    """Returns the factors of a model's depth rule; 1 without one."""
+    a = config.parametrization.depth_exponent
+    ratio = config.depth_ratio
+    return DepthFactors(branch=ratio**-a, rate=ratio ** (a - 1))
+
+
+def _class_of(spec: ParamSpec) -> WeightClass:
     """Returns the class of a weight."""
     if spec.num_input_dims:
         return "readout" if spec.is_readout else "hidden"
@@ -43,18 +58,18 @@ def weight_class(spec: ParamSpec) -> WeightClass:
 
 def init_multiplier(spec: ParamSpec) -> float:
     """Returns the factor of a weight's initial standard deviation at base_shape."""
-    return {"hidden": spec.r_in**-0.5, "readout": 1.0 / spec.r_in}.get(weight_class(spec), 1.0)
+    return {"hidden": spec.r_in**-0.5, "readout": 1.0 / spec.r_in}.get(spec.weight_class, 1.0)
 
 
 def with_ratios(
-    parameters: Mapping[str, ParamSpec], base: Mapping[str, ParamSpec], depth_ratio: float
+    parameters: Mapping[str, ParamSpec], base: Mapping[str, ParamSpec], depth: DepthFactors
 ) -> dict[str, ParamSpec]:
-    """Returns parameters with the ratios of their sizes to those at base_shape.
+    """Returns parameters with their class, and the ratios of their sizes to those at base_shape.
 
     Args:
       parameters: Of the model, by name.
       base: Of the model at base_shape, with as many layers.
-      depth_ratio: Layers over base layers, for weights of residual branches.
+      depth: Factors of weights of residual branches.
 
     Raises:
       UserError: A weight has no class, or is narrower than at base_shape. The message names it.
@@ -66,13 +81,13 @@ def with_ratios(
             "  What to do: set sizes in base_shape, and leave all else as it is"
         )
     return {
-        name: _with_ratios(name, spec, base[name], depth_ratio)
+        name: _with_ratios(name, spec, base[name], depth)
         for name, spec in parameters.items()
     }
 
 
-def _with_ratios(name: str, spec: ParamSpec, base: ParamSpec, depth_ratio: float) -> ParamSpec:
-    """Returns one parameter with its ratios; see `with_ratios`."""
+def _with_ratios(name: str, spec: ParamSpec, base: ParamSpec, depth: DepthFactors) -> ParamSpec:
+    """Returns one parameter with its class and ratios; see `with_ratios`."""
     shapes = f"{list(spec.shape)}, at base_shape {list(base.shape)}"
     if len(spec.shape) != len(base.shape):
         raise UserError(f"the weight {name} has other dimensions: {shapes}{_REMEDY}")
@@ -83,12 +98,8 @@ def _with_ratios(name: str, spec: ParamSpec, base: ParamSpec, depth_ratio: float
         )
     r_in = math.prod(spec.input_dims) / math.prod(base.input_dims)
     r_out = math.prod(spec.output_dims) / math.prod(base.output_dims)
-    with_ratios = spec._replace(
-        r_in=r_in,
-        r_out=r_out,
-        branch_depth_ratio=depth_ratio if spec.owner == "layers" else 1.0,
-    )
-    if weight_class(spec) == "vector" and _looks_like_matrix(spec, base):
+    weight_class = _class_of(spec)
+    if weight_class == "vector" and _looks_like_matrix(spec, base):
         raise UserError(
             f"the weight {name} has no class: it grows in two dimensions, {shapes}, and declares "
             f"none as its inputs{_REMEDY}"
@@ -99,7 +110,14 @@ def _with_ratios(name: str, spec: ParamSpec, base: ParamSpec, depth_ratio: float
             "\n  What to do: draw it by one of Init.initializers or MaxText.layers.params.normal, "
             "or set parametrization=standard"
         )
-    return with_ratios
+    in_branch = spec.owner == "layers"
+    return spec._replace(
+        weight_class=weight_class,
+        r_in=r_in,
+        r_out=r_out,
+        branch_factor=depth.branch if in_branch else 1.0,
+        branch_rate=depth.rate if in_branch else 1.0,
+    )
 
 
 def _looks_like_matrix(spec: ParamSpec, base: ParamSpec) -> bool:
