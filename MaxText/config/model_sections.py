@@ -469,9 +469,14 @@ class ModelConfig(Section):
         return self.with_values(sizes | standard | {"base_num_decoder_layers": num_layers})
 
     @property
+    def has_depth_rule(self) -> bool:
+        """Whether its parametrization scales with depth, too."""
+        return self.parametrization.parametrization in DEPTH_PARAMETRIZATIONS
+
+    @property
     def depth_ratio(self) -> float:
         """Layers over those of base_shape, for a parametrization with a rule for depth; else 1."""
-        if self.parametrization.parametrization not in DEPTH_PARAMETRIZATIONS:
+        if not self.has_depth_rule:
             return 1.0
         return self.shape.dimensions.num_layers / self.num_base_layers
 

@@ -24,7 +24,7 @@ _SCALED_SIZES = (
 )
 
 
-@rule("parametrization", "base_shape")
+@rule("parametrization", "base_shape", programs=("train", "train_compile", "plan"))
 def _base_shape_is_given(config: Config) -> ConfigIssue | None:
     model = config.model
     is_scaled = model.shape.global_parameter_scale > 1

@@ -288,6 +288,7 @@ class RoutedMoE(nnx.Module):
         x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
         logits_GSE = self.gate(x_GSD)
         p_GSE, scores_GSE = self._scores(logits_GSE)
+        record(logits_GSE.reshape(batch, length, -1), "router_logits")
         record(p_GSE.reshape(batch, length, -1), "router_probabilities")
         is_token_GS = jnp.ones(x_GSD.shape[:2], bool)
         if context.segments_BT is not None:
