@@ -16,6 +16,8 @@ program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
+from MaxText.config.loading import LoadedConfig
+from MaxText.config.schema import all_keys
 from MaxText.errors import UserError, storage_error_line, storage_failure
 from MaxText.inference import checkpoint_config
 from MaxText.run.training import train
@@ -37,7 +39,13 @@ def main() -> NoReturn:
 
 def _train_from_command_line() -> int:
     preemption = PreemptionHandler.install()
-    loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
+    loaded = command_line.parse(
+        "train.py",
+        sys.argv[1:],
+        USAGE,
+        checkpoint_config.for_training,
+        consequences=_multipliers_of_weights,
+    )
     try:
         return train(loaded.config, preemption=preemption)
     except BaseException as error:
@@ -54,6 +62,15 @@ def _train_from_command_line() -> int:
             sys.stderr.write(f"{storage_error_line(failure)}\n")
             processes.exit_now(exit_codes.USER_ERROR)
         raise
+
+
+def _multipliers_of_weights(loaded: LoadedConfig, key: str) -> str:
+    """Returns what a parametrization makes of each weight, for --why of one of its keys."""
+    if all_keys()[key].section != ("model", "parametrization"):
+        return ""
+    from MaxText.training.multipliers import describe_parametrization
+
+    return describe_parametrization(loaded.config)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,12 @@ _PATTERNS = (
     "decoder_norm/output",
     "head/output",
 )
-# Initial weights of readouts have 1 / width, so that these shrink at first.
+# Products with initial readouts, of size 1 / width, and of initial queries with keys shrink.
 _SHRINKING = ("scores", "router_logits", "head/output")
-_BATCH_SIZE = 4
-_LARGEST_LENGTH = 64
+# Few tokens: of an update of Adam, the part that adds up over the width is about
+# sqrt(width / tokens) times the random rest, which shrinks with the width.
+_BATCH_SIZE = 1
+_LARGEST_LENGTH = 16
 _LARGEST_VOCABULARY = 256
 # Keys of widths that grow in proportion to the width of the model, if they are set.
 _PROPORTIONAL_KEYS = (
@@ -76,7 +78,7 @@ class CheckPlan:
       widths: emb_dim of each model; the first is the base.
       depths: Layers of each model of the first width; the first is the base.
       seeds: Seeds of initial weights.
-      num_steps: Steps, after each of which activations are compared with those of step 0.
+      num_steps: Steps after which activations are compared with those at the start.
       tolerance: Largest slope.
     """
 
@@ -101,13 +103,11 @@ class Quantity:
 
     Attributes:
       name: Such as "layers/*/mixer_output"; the mean over layers.
-      step: Step after which it is measured.
-      is_change: Whether it is the change since step 0.
+      is_change: Whether it is the change after the last step, or the value at the start.
       rms: Size -> one number per seed.
     """
 
     name: str
-    step: int
     is_change: bool
     rms: Mapping[int, Sequence[float]]
 
@@ -118,8 +118,8 @@ class Quantity:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether only growth is wrong: of logits and scores at the start."""
-        return not self.is_change and self.name.endswith(_SHRINKING)
+        """Whether only growth is wrong: of logits and scores."""
+        return self.name.endswith(_SHRINKING)
 
     def slope(self) -> Slope:
         """Returns the slope over all sizes and seeds."""
@@ -233,12 +233,12 @@ def models_of(config: Config, plan: CheckPlan, size: Size) -> dict[int, Config]:
     return configs
 
 
-def measure(config: Config, plan: CheckPlan, seed: int) -> Iterator[tuple[str, int, bool, float]]:
-    """Trains one model and yields (name, step, whether it is the change, rms) of activations.
+def measure(config: Config, num_steps: int, seed: int) -> Iterator[tuple[str, bool, float]]:
+    """Trains one model; yields (name, whether it is the change, rms) of activations.
 
     Args:
       config: From `models_of`.
-      plan: Number of steps.
+      num_steps: Steps to train.
       seed: Of the initial weights.
     """
     model_config, _ = backend_defaults.resolve_auto(config.model, jax.default_backend())
@@ -256,11 +256,11 @@ def measure(config: Config, plan: CheckPlan, seed: int) -> Iterator[tuple[str, i
         return captured.values
 
     at_start = activations(state.params)
-    yield from ((name, 0, False, rms) for name, rms in _means_over_layers(at_start))
-    for number in range(1, plan.num_steps + 1):
+    for _ in range(num_steps):
         state, _ = step(state, batch, {})
-        changes = jax.tree.map(jnp.subtract, activations(state.params), at_start)
-        yield from ((name, number, True, rms) for name, rms in _means_over_layers(changes))
+    changes = jax.tree.map(jnp.subtract, activations(state.params), at_start)
+    for is_change, values in ((False, at_start), (True, changes)):
+        yield from ((name, is_change, rms) for name, rms in _means_over_layers(values))
 
 
 def _batch(config: Config) -> Batch:
@@ -302,17 +302,15 @@ def check_size(
     for number, sized_config in models_of(config, plan, size).items():
         log(f"{size} {number}: {len(plan.seeds)} seeds, {plan.num_steps} steps")
         for seed in plan.seeds:
-            for *kind, value in measure(sized_config, plan, seed):
-                rms[tuple(kind)][number].append(value)
-    quantities = [
-        Quantity(name, step, is_change, by_size) for (name, step, is_change), by_size in rms.items()
-    ]
+            for name, is_change, value in measure(sized_config, plan.num_steps, seed):
+                rms[name, is_change][number].append(value)
+    quantities = [Quantity(name, is_change, by_size) for (name, is_change), by_size in rms.items()]
     return [quantity for quantity in quantities if all(map(all, quantity.rms.values()))]
 
 
 def table(quantities: Sequence[Quantity], size: Size, tolerance: float) -> str:
     """Returns the table of slopes."""
-    header = ["activations", "step", "smallest", "largest", f"slope in {size}", "interval", ""]
+    header = ["activations", "smallest", "largest", f"slope in {size}", "interval", ""]
     rows = []
     for quantity in quantities:
         slope = quantity.slope()
@@ -321,7 +319,6 @@ def table(quantities: Sequence[Quantity], size: Size, tolerance: float) -> str:
         rows.append(
             [
                 quantity.label,
-                str(quantity.step),
                 f"{ends[0]:.3g}",
                 f"{ends[-1]:.3g}",
                 f"{slope.slope:+.3f}",
@@ -333,11 +330,9 @@ def table(quantities: Sequence[Quantity], size: Size, tolerance: float) -> str:
 
 
 def write_plot(quantities: Sequence[Quantity], size: Size, title: str, path: Path) -> None:
-    """Draws log2 of the rms at the start, and of the changes after the last step, over sizes."""
-    last_step = max(quantity.step for quantity in quantities)
-    shown = [quantity for quantity in quantities if quantity.step in (0, last_step)]
+    """Draws log2 of the rms at the start, and of the changes, over sizes."""
     series = []
-    for index, quantity in enumerate(shown):
+    for index, quantity in enumerate(quantities):
         logs = np.log2([[*numbers] for numbers in quantity.rms.values()])
         series.append(
             Series(
@@ -353,12 +348,13 @@ def write_plot(quantities: Sequence[Quantity], size: Size, title: str, path: Pat
         )
     chart = Chart(
         name=f"coordinates_{size}",
-        title=f"activations at the start, and their change after {last_step} steps",
+        title="activations at the start, and their change by training",
         y_title="log2 of the root mean square",
         series=series,
     )
     image = draw_chart(chart, Axis(size, size, size), title)
     if image is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(path, image)
 
 
@@ -384,7 +380,7 @@ def run_check(config: Config, plan: CheckPlan, output: Path, log: Callable[[str]
         write_plot(quantities, size, f"parametrization={parametrization}", path)
         log(f"Plot: {path}")
         failures += [
-            f"{quantity.label} after step {quantity.step} with {size}"
+            f"{quantity.label} with {size}"
             for quantity in quantities
             if not quantity.passes(plan.tolerance)
         ]

@@ -25,10 +25,14 @@ from typing import NamedTuple
 import jax
 import optax
 
+from MaxText.config.schema import Config, all_keys
 from MaxText.config.training_sections import OptimizerConfig
+from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
+from MaxText.formatting import format_table
 from MaxText.layers.assembly.parametrization import init_multiplier
 from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.training.backend_defaults import abstract_model
 from MaxText.training.optimizers.muon import _muon_dimensions
 from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_param_names
 
@@ -156,3 +160,48 @@ def with_epsilons(
         return transform.update(scaled, state, params)
 
     return optax.GradientTransformation(transform.init, update)
+
+
+def multiplier_table(config: OptimizerConfig, parameters: ParamSpecs) -> str:
+    """Returns a table of the class and the multipliers of each weight; "" in standard form.
+
+    Weights of several layers that are alike share a row.
+
+    Args:
+      config: Of the optimizer.
+      parameters: By name.
+    """
+    if not any(spec.weight_class for spec in parameters.values()):
+        return ""
+    rows: dict[tuple[str, ...], None] = {}
+    for name, multipliers in weight_multipliers(config, parameters).items():
+        spec = parameters[name]
+        pattern = "/".join("*" if part.isdigit() else part for part in name.split("/"))
+        numbers = (spec.r_in, spec.r_out, init_multiplier(spec), *multipliers)
+        decays = numbers if spec.weight_class != "vector" else (*numbers[:-1], 0.0)
+        rows[pattern, spec.weight_class, *(f"{number:.3g}" for number in decays)] = None
+    header = ["weight", "class", "r_in", "r_out", "init std", "rate", "epsilon", "decay"]
+    return format_table(header, [list(row) for row in rows], right=range(2, len(header)))
+
+
+def describe_parametrization(config: Config) -> str:
+    """Returns what a parametrization changes: keys of the model, and multipliers of weights.
+
+    Args:
+      config: Of the run.
+    """
+    model = config.model
+    if model.is_standard:
+        return "  nothing is multiplied\n"
+    before = model.values_by_key()
+    after = model.with_multipliers.values_by_key()
+    # That the result is in standard form is how it is expressed, and no effect.
+    effects = [name for name in after if all_keys()[name].section[1] != "parametrization"]
+    lines = [
+        f"  the model has {name}={to_yaml(after[name])} in place of {to_yaml(before[name])}"
+        for name in effects
+        if after[name] != before[name]
+    ]
+    lines.append("  of the values at base_shape each weight has these multiples:")
+    table = multiplier_table(config.optimizer, abstract_model(model).parameters)
+    return "\n".join([*lines, table, ""])
