@@ -10,7 +10,11 @@ from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
 
 # opt_type of training/multipliers.py, which says how learning rates depend on sizes.
-OPTIMIZERS_WITH_RULE = ("adafactor", "adamw", "lion", "muon", "sgd")
+OPTIMIZERS_WITH_RULE = (
+    "adafactor", "adamh", "adamw", "lion", "muon", "muonh", "normuon", "optax", "sgd"
+)
+# optax_name of opt_type=optax whose updates have entries of size 1, whatever gradients are.
+ADAM_LIKE_OF_OPTAX = ("adam", "adamw", "ademamix", "adopt", "amsgrad", "lion", "nadam", "radam")
 FIXED_NORM_OPTIMIZERS = ("muonh", "adamh")  # for parametrization=hyperp
 _DEPTH_SCALED_INITS = ("gpt2", "neox", "wang")  # weight_init with a factor of depth of its own
 _PARAMETRIZATION = ("parametrization", "base_shape")
@@ -161,7 +165,7 @@ def _experts_have_the_same_ratios(config: Config) -> ConfigIssue | None:
     return None
 
 
-@rule("parametrization", "opt_type")
+@rule("parametrization", "opt_type", "optax_name")
 def _optimizer_has_a_rule(config: Config) -> ConfigIssue | None:
     model = config.model
     parametrization = model.parametrization.parametrization
@@ -178,10 +182,14 @@ def _optimizer_has_a_rule(config: Config) -> ConfigIssue | None:
             ),
             keys=("parametrization", "opt_type"),
         )
-    if opt_type in OPTIMIZERS_WITH_RULE:
+    is_optax = opt_type == "optax"
+    if opt_type in OPTIMIZERS_WITH_RULE and not is_optax:
         return None
+    if is_optax and config.optimizer.optax_name in ADAM_LIKE_OF_OPTAX:
+        return None
+    name = f"optax_name={config.optimizer.optax_name}" if is_optax else f"opt_type={opt_type}"
     return ConfigIssue(
-        message=f"opt_type={opt_type}: no rule says how its learning rate depends on the sizes of "
+        message=f"{name}: no rule says how its learning rate depends on the sizes of "
         f"the model (parametrization={parametrization})",
         remedies=(
             f"opt_type, one of {', '.join(OPTIMIZERS_WITH_RULE)}",

@@ -93,7 +93,7 @@ def _open(request: ConvertArgs, log: Log) -> _Source:
         config = load(request.arguments).config if request.config_file else None
         if config is None:
             import_modules.collect(request.arguments)
-        weights = RunWeights(request.source, config)
+        weights = RunWeights(request.source, config, average=request.average)
         for warning in import_modules.changes(weights.metadata):
             log(warning)
         return _Source(weights, {}, weights.metadata.get("hugging_face") or {})

@@ -33,7 +33,7 @@ from MaxText.parallelism.mesh import (
 )
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.step import make_initialize
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -248,8 +248,13 @@ def _optimizer_and_shapes(
     model_config: ModelConfig, config: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
 ) -> tuple[optax.GradientTransformation, Any]:
     model = cached_model(model_config)
-    optimizer = make_optimizer(config, learning_rate_schedule(schedule), model.parameters)
-    initialize = make_initialize(model, optimizer, guard)
+    optimizer = make_optimizer(
+        config,
+        learning_rate_schedule(schedule),
+        model.parameters,
+        weight_decay_schedule(schedule),
+    )
+    initialize = make_initialize(model, optimizer, guard, config.parameter_average)
     return optimizer, jax.eval_shape(initialize, jax.random.key(0))
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import optax
 
+from MaxText.config.parametrization_rules import ADAM_LIKE_OF_OPTAX
 from MaxText.config.schema import Config, all_keys
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.config.values import to_yaml
@@ -33,7 +34,8 @@ from MaxText.formatting import format_table
 from MaxText.layers.assembly.parametrization import init_multiplier
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.training.backend_defaults import abstract_model
-from MaxText.training.optimizers.muon import _muon_dimensions
+from MaxText.training.optimizers.matrices import MatrixShape, head_shape, matrix_shape
+from MaxText.training.optimizers.muon import muon_factor
 from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_param_names
 
 
@@ -66,32 +68,68 @@ def _relative_rate(config: OptimizerConfig, spec: ParamSpec) -> float:
     return 1.0 / spec.r_in / init_multiplier(spec)
 
 
-def _spectral_rate(factor: Callable[[float, float], float], spec: ParamSpec) -> float:
-    """Returns the multiplier of orthogonal matrices times a function of their shape.
-
-    Args:
-      factor: (inputs, outputs) -> the spectral norm of the update.
-      spec: Of the matrix.
-    """
-    inputs = math.prod(spec.input_dims)
-    outputs = math.prod(spec.output_dims)
-    growth = factor(inputs, outputs) / factor(inputs / spec.r_in, outputs / spec.r_out)
+def _muon_rate(config: OptimizerConfig, spec: ParamSpec) -> float:
+    """Returns the multiplier of orthogonal matrices times the factor of `muon_scale`."""
+    shape = matrix_shape(spec)
+    assert shape is not None
+    growth = muon_factor(config, shape) / muon_factor(config, _base_shape(spec, shape))
     return math.sqrt(spec.r_out / spec.r_in) / growth
 
 
-def _muon_rate(config: OptimizerConfig, spec: ParamSpec) -> float:
-    """Returns the multiplier of Muon's updates, of RMS 0.2 at all shapes."""
-    return _spectral_rate(lambda inputs, outputs: math.sqrt(max(inputs, outputs)), spec)
+def _muonh_rate(config: OptimizerConfig, spec: ParamSpec) -> float:
+    """Returns the multiplier of orthogonal matrices of the weight's Frobenius norm.
+
+    Their spectral norm is sqrt(in out / min(in, out)) times the weight's RMS. 1 if both dimensions
+    grow alike (HyperP, arXiv 2603.28743).
+    """
+    shape = matrix_shape(spec)
+    assert shape is not None
+    base = _base_shape(spec, shape)
+    norm, base_norm = (math.sqrt(max(x.inputs, x.outputs)) for x in (shape, base))
+    return math.sqrt(spec.r_out / spec.r_in) / (norm / base_norm * init_multiplier(spec))
 
 
-# Of the matrices of an optimizer that trains others by Adam.
-_RATES_OF_MATRICES: Mapping[str, RateRule] = {"muon": _muon_rate}
-_RATES: Mapping[str, RateRule] = {
-    "adamw": _adam_rate,
-    "lion": _adam_rate,
-    "sgd": _sgd_rate,
-    "adafactor": _relative_rate,
+def _base_shape(spec: ParamSpec, shape: MatrixShape) -> MatrixShape:
+    """Returns the matrices of a parameter at base_shape."""
+    return shape._replace(
+        inputs=round(shape.inputs / spec.r_in), outputs=round(shape.outputs / spec.r_out)
+    )
+
+
+class _OptimizerRules(NamedTuple):
+    """How the updates of an optimizer depend on sizes, for each of its kinds of weights."""
+
+    others: RateRule
+    matrices: RateRule | None = None  # of `matrix_shape`; None for that of others
+    heads: RateRule | None = None  # of `head_shape`; None for that of others
+    has_epsilon: bool = True  # that is compared with gradients, of all but `matrices`
+
+    def of(self, spec: ParamSpec) -> tuple[RateRule, bool]:
+        """Returns the rule of a weight, and whether its epsilon is compared with gradients."""
+        if self.matrices is not None and matrix_shape(spec) is not None:
+            return self.matrices, False
+        if self.heads is not None and head_shape(spec) is not None:
+            return self.heads, self.has_epsilon
+        return self.others, self.has_epsilon
+
+
+_RULES: Mapping[str, _OptimizerRules] = {
+    "adafactor": _OptimizerRules(_relative_rate),
+    "adamh": _OptimizerRules(_adam_rate, _relative_rate, _relative_rate),
+    "adamw": _OptimizerRules(_adam_rate),
+    "lion": _OptimizerRules(_adam_rate, has_epsilon=False),
+    "muon": _OptimizerRules(_adam_rate, _muon_rate),
+    "muonh": _OptimizerRules(_adam_rate, _muonh_rate, _relative_rate),
+    "normuon": _OptimizerRules(_adam_rate, _muon_rate),
+    "sgd": _OptimizerRules(_sgd_rate, has_epsilon=False),
 }
+
+
+def _rules_of(config: OptimizerConfig) -> _OptimizerRules | None:
+    """Returns the rules of an optimizer; None if there are none."""
+    if config.opt_type == "optax" and config.optax_name in ADAM_LIKE_OF_OPTAX:
+        return _RULES["adamw"]
+    return _RULES.get(config.opt_type)
 
 
 def weight_multipliers(
@@ -113,19 +151,15 @@ def _multipliers(config: OptimizerConfig, spec: ParamSpec) -> WeightMultipliers:
     """Returns the multipliers of one weight."""
     if not spec.weight_class:
         return WeightMultipliers()
-    name = config.opt_type
-    is_matrix = name in _RATES_OF_MATRICES and _muon_dimensions(spec) is not None
-    rule = _RATES_OF_MATRICES[name] if is_matrix else _RATES.get(name)
-    if rule is None and name in _RATES_OF_MATRICES:
-        rule = _adam_rate
-    if rule is None:
+    rules = _rules_of(config)
+    if rules is None:
         raise UserError(
-            f"opt_type={name}: no rule says how its learning rate depends on the width\n"
-            f"  What to do: set opt_type to one of {', '.join(sorted(_RATES | _RATES_OF_MATRICES))}"
-            ", or parametrization=standard and sweep the learning rate at each size"
+            f"opt_type={config.opt_type}: no rule says how its learning rate depends on the width\n"
+            f"  What to do: set opt_type to one of {', '.join(sorted(_RULES))}, or "
+            "parametrization=standard and sweep the learning rate at each size"
         )
+    rule, has_epsilon = rules.of(spec)
     rate = rule(config, spec) * spec.branch_rate
-    has_epsilon = name != "sgd" and not is_matrix
     return WeightMultipliers(
         learning_rate=rate,
         epsilon=spec.branch_factor / spec.r_out if has_epsilon else 1.0,

@@ -1,8 +1,8 @@
-"""The optimizer of a run: a rule of optimizers/, with weight decay and learning rate per parameter."""
+"""The optimizer of a run: a rule of optimizers/, with decay and learning rate per parameter."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,37 @@ from MaxText.errors import UserError
 from MaxText.layers.params import Params, UpdateRule
 from MaxText.layers.part_outputs import Returned, check, is_pair, text_of
 from MaxText.training.multipliers import weight_multipliers, with_epsilons
+from MaxText.training.optimizers.hyperball import keep_norms, matrices_of_constant_norm
 from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_param_names
+from MaxText.training.stochastic_rounding import with_second_moments_in
 from MaxText.value_types import PyTree
 
-BASE_TRANSFORM = 1  # index in the chain of opt_type's transform, which holds moments and counts
+# Values of opt_type whose updates multiply matrices.
+COSTLY_OPTIMIZERS = frozenset(("muon", "muonh", "normuon", "soap"))
+# Indices in the chain of the links with a state.
+BASE_TRANSFORM = 1  # opt_type's transform, which holds moments and counts
+_LEARNING_RATE = 4  # counts steps, skipped ones included
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    parameters: ParamSpecs,
+    decay_schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """Chains clipping, the transform of opt_type, decay, multipliers, and learning rate.
 
     A parameter p with gradient g gets the update
     -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds. One
-    with an update rule gets that of its rule, without any of these. A parametrization multiplies
-    the multiplier, the decay, and the transform's epsilon (multipliers.py).
+    with an update rule gets that of its rule, without any of these. MuonH and AdamH then scale
+    matrices back to their norms, and have no decay of these. A parametrization multiplies the
+    multiplier, the decay, and the transform's epsilon (multipliers.py).
 
     Args:
       config: Of the optimizer. Its patterns match anywhere in a parameter's name.
       schedule: Step to learning rate. The chain counts steps itself.
       parameters: Of the model, by name.
+      decay_schedule: Step to a factor of the weight decay; None for 1.
 
     Raises:
       UserError: No parameter is trainable, or a parametrization has no rule for opt_type.
@@ -53,17 +64,16 @@ def make_optimizer(
         )
 
     scales = weight_multipliers(config, trained)
+    constant_norms = matrices_of_constant_norm(config, trained)
 
     def decay(name: str) -> float:
         """Returns a parameter's weight decay: an override, else 0 if masked, else the default."""
+        if name in constant_norms:
+            return 0.0
         is_masked = _matches(config.adamw_mask, name) or trained[name].weight_class == "vector"
         default = 0.0 if is_masked else config.adam_weight_decay
         value = _first_match(config.weight_decay_overrides, name, default)
         return value * scales[name].weight_decay
-
-    def decayed(update: jax.Array, parameter: jax.Array, scale: float) -> jax.Array:
-        """Adds decoupled weight decay (Loshchilov and Hutter 2019) to an update."""
-        return update + scale * parameter if scale else update
 
     decays = map_param_names(trained, decay)
 
@@ -79,17 +89,75 @@ def make_optimizer(
     if not registered.is_built_in:
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in trained.items()}
         _check_transform(make, transform, map_param_names(trained, shapes.__getitem__))
+    if config.nu_dtype:
+        transform = with_second_moments_in(transform, config.nu_dtype)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
-    optimizer = optax.chain(
+    chain = optax.chain(
         _clipping(config),
         with_epsilons(transform, scales, trained),
-        optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, decays)),
+        _add_weight_decay(decays, decay_schedule, is_cautious=config.cautious_weight_decay),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
+        keep_norms(config, trained),
     )
+    optimizer = _with_step(chain)
     if len(trained) == len(parameters):
         return optimizer
     return _of_trained(optimizer, trained, rules)
+
+
+def _add_weight_decay(
+    decays: PyTree, decay_schedule: optax.Schedule | None, *, is_cautious: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Adds decoupled weight decay (Loshchilov and Hutter 2019) to updates.
+
+    Args:
+      decays: Weight decay of each parameter.
+      decay_schedule: Step to a factor of all; None for 1.
+      is_cautious: Whether to decay only elements whose update reduces their size, too (Chen et al.
+        2025, "Cautious weight decay", algorithm 1).
+
+    Returns:
+      A transform whose `update` needs the argument `step`, int32.
+    """
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: jax.Array,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        factor = None if decay_schedule is None else decay_schedule(extra_args["step"])
+
+        def decayed(update: jax.Array, parameter: jax.Array, decay: float) -> jax.Array:
+            if not decay:
+                return update
+            # Not yet subtracted: an update of the parameter's sign reduces it.
+            decaying = (
+                jnp.where(update * parameter >= 0, parameter, 0) if is_cautious else parameter
+            )
+            if factor is None:
+                return update + decay * decaying
+            return update + jnp.asarray(decay * factor, update.dtype) * decaying
+
+        return jax.tree.map(decayed, updates, params, decays), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _with_step(chain: optax.GradientTransformationExtraArgs) -> optax.GradientTransformation:
+    """Passes the step that the learning rate's link counts to all links, as `step`.
+
+    So links that depend on the step have no counts of their own, whose presence would change the
+    names in checkpoints.
+    """
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return chain.update(updates, state, params, step=state[_LEARNING_RATE].count)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 class _TreeCheck(NamedTuple):

@@ -21,13 +21,7 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
         1 - b^count.
       parameters: Not read: moments are like any parameter.
     """
-    adam = optax.scale_by_adam(
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        eps_root=config.adam_eps_root,
-        mu_dtype=config.mu_dtype or None,
-    )
+    adam = scale_by_adam(config)
     if config.adam_bias_correction:
         return adam
 
@@ -43,6 +37,25 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
         return updates, state._replace(count=count, mu=new_state.mu, nu=new_state.nu)
 
     return optax.GradientTransformation(adam.init, update)
+
+
+def scale_by_adam(
+    config: OptimizerConfig, *, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Returns optax's Adam with the configured constants, for all or some parameters.
+
+    Args:
+      config: Of the optimizer.
+      nesterov: Whether to look ahead (Dozat 2016).
+    """
+    return optax.scale_by_adam(
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        eps_root=config.adam_eps_root,
+        mu_dtype=config.mu_dtype or None,
+        nesterov=nesterov,
+    )
 
 
 @register("optimizer", "lion")
