@@ -11,10 +11,18 @@ from MaxText.config.schema import Config
 
 # opt_type of training/multipliers.py, which says how learning rates depend on sizes.
 OPTIMIZERS_WITH_RULE = (
-    "adafactor", "adamh", "adamw", "lion", "muon", "muonh", "normuon", "optax", "sgd"
+    "adafactor",
+    "adamh",
+    "adamw",
+    "lion",
+    "muon",
+    "muonh",
+    "normuon",
+    "optax",
+    "sgd",
 )
 # optax_name of opt_type=optax whose updates have entries of size 1, whatever gradients are.
-ADAM_LIKE_OF_OPTAX = ("adam", "adamw", "ademamix", "adopt", "amsgrad", "lion", "nadam", "radam")
+ADAM_LIKE_OF_OPTAX = ("adam", "ademamix", "adopt", "amsgrad", "lion", "radam")
 FIXED_NORM_OPTIMIZERS = ("muonh", "adamh")  # for parametrization=hyperp
 _DEPTH_SCALED_INITS = ("gpt2", "neox", "wang")  # weight_init with a factor of depth of its own
 _PARAMETRIZATION = ("parametrization", "base_shape")
@@ -113,7 +121,9 @@ def _one_rule_for_depth(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("parametrization", "base_shape", "connection_type", "dense_conn", "hidden_size_per_layer_input")
+@rule(
+    "parametrization", "base_shape", "connection_type", "dense_conn", "hidden_size_per_layer_input"
+)
 def _depth_rule_is_known(config: Config) -> ConfigIssue | None:
     model = config.model
     if model.depth_ratio == 1:
@@ -174,8 +184,8 @@ def _optimizer_has_a_rule(config: Config) -> ConfigIssue | None:
         return None
     if parametrization == "hyperp" and opt_type not in FIXED_NORM_OPTIMIZERS:
         return ConfigIssue(
-            message=f"parametrization=hyperp is about weights of fixed norm, and opt_type={opt_type}"
-            " changes norms",
+            message="parametrization=hyperp is about weights of fixed norm, and "
+            f"opt_type={opt_type} changes norms",
             remedies=(
                 *(f"opt_type={name}" for name in FIXED_NORM_OPTIMIZERS),
                 "parametrization=completep",

@@ -75,7 +75,6 @@ def param(
     num_input_dims: int = 0,
     used_in: jnp.dtype | None = None,
     update_rule: UpdateRule | None = None,
-    readout: bool = False,
 ) -> nnx.Param:
     """Declares a weight.
 
@@ -90,9 +89,6 @@ def param(
       used_in: dtype that it is always cast to, so that generation casts it once; None if it varies.
       update_rule: Updates it in place of the optimizer, from the `Statistic` that its part returns.
         It is no part of norms and has no weight decay. None trains it.
-      readout: Whether it is a matrix from the width of the model to a fixed number of logits, such
-        as those of a router. A matrix to `vocab` is one in any case. The parametrizations mup,
-        completep and hyperp draw these with a smaller standard deviation.
     """
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
@@ -106,8 +102,18 @@ def param(
         used_in=used_in,
         update_rule=update_rule,
         init_std=_std_of(initializer, shape, logical_axes, num_input_dims),
-        is_readout=readout or (num_input_dims > 0 and "vocab" in logical_axes[num_input_dims:]),
+        is_readout=num_input_dims > 0 and "vocab" in logical_axes[num_input_dims:],
     )
+
+
+def as_readout(parameter: nnx.Param) -> nnx.Param:
+    """Marks a matrix from the width of the model to a fixed number of logits; returns it.
+
+    Such as those of a router; a matrix to `vocab` is one in any case. The parametrizations mup,
+    completep and hyperp draw readouts with a smaller standard deviation.
+    """
+    parameter.set_metadata(is_readout=True)
+    return parameter
 
 
 def _std_of(

@@ -185,19 +185,23 @@ def with_epsilons(
     if all(multiplier.epsilon == 1.0 for multiplier in multipliers.values()):
         return transform
     factors = map_param_names(parameters, lambda name: 1.0 / multipliers[name].epsilon)
+    inner = optax.with_extra_args_support(transform)
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: jax.Array,
     ) -> tuple[optax.Updates, optax.OptState]:
         """Returns the updates of the transform for the gradients times their factors."""
         scaled = jax.tree.map(lambda gradient, factor: gradient * factor, updates, factors)
-        return transform.update(scaled, state, params)
+        return inner.update(scaled, state, params, **extra_args)
 
-    return optax.GradientTransformation(transform.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def multiplier_table(config: OptimizerConfig, parameters: ParamSpecs) -> str:
-    """Returns a table of the class and the multipliers of each weight; "" in standard form.
+def multiplier_lines(config: OptimizerConfig, parameters: ParamSpecs) -> list[str]:
+    """Returns a table of the class and the multipliers of each weight; none in standard form.
 
     Weights of several layers that are alike share a row.
 
@@ -206,7 +210,7 @@ def multiplier_table(config: OptimizerConfig, parameters: ParamSpecs) -> str:
       parameters: By name.
     """
     if not any(spec.weight_class for spec in parameters.values()):
-        return ""
+        return []
     rows: dict[tuple[str, ...], None] = {}
     for name, multipliers in weight_multipliers(config, parameters).items():
         spec = parameters[name]
@@ -215,7 +219,7 @@ def multiplier_table(config: OptimizerConfig, parameters: ParamSpecs) -> str:
         decays = numbers if spec.weight_class != "vector" else (*numbers[:-1], 0.0)
         rows[pattern, spec.weight_class, *(f"{number:.3g}" for number in decays)] = None
     header = ["weight", "class", "r_in", "r_out", "init std", "rate", "epsilon", "decay"]
-    return format_table(header, [list(row) for row in rows], right=range(2, len(header)))
+    return format_table(header, list(rows), right=range(2, len(header))).splitlines()
 
 
 def describe_parametrization(config: Config) -> str:
@@ -237,5 +241,5 @@ def describe_parametrization(config: Config) -> str:
         if after[name] != before[name]
     ]
     lines.append("  of the values at base_shape each weight has these multiples:")
-    table = multiplier_table(config.optimizer, abstract_model(model).parameters)
-    return "\n".join([*lines, table, ""])
+    lines += multiplier_lines(config.optimizer, abstract_model(model).parameters)
+    return "\n".join([*lines, ""])

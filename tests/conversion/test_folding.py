@@ -17,7 +17,10 @@ CASES = [
     ("gpt2", {"logits_via_embedding": True, "normalize_embedding_logits": False}),
     ("llama2", {"use_qk_norm": True, "scale_embedding": True, "logits_via_embedding": True}),
     ("tokenformer", {"slot_num": 32}),
-    ("gpt_neox", {"norm_placement": "sandwich", "block_arrangement": "sequential", "rotary_pct": 1.0}),
+    (
+        "gpt_neox",
+        {"norm_placement": "sandwich", "block_arrangement": "sequential", "rotary_pct": 1.0},
+    ),
     ("llama2", {"num_experts": 2, "shared_experts": 1, "base_mlp_dim": 32, "moe_mlp_dim": 32}),
 ]
 
@@ -60,7 +63,9 @@ def test_function_is_kept(family, keys):
 
 
 def test_what_no_weight_can_take_stays_a_key():
-    config = tiny_config(base_shape=BASE, norm_placement="post", block_norm_parametric=False, **COMPLETEP)
+    config = tiny_config(
+        base_shape=BASE, norm_placement="post", block_norm_parametric=False, **COMPLETEP
+    )
     folded, _ = fold_multipliers(Weights(config))
     assert folded.config.model.block.residual_multiplier == 0.5
     standard = tiny_config()

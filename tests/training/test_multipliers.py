@@ -51,7 +51,14 @@ def of(opt_type, attribute, **keys):
 def test_published_rates():
     """Adam and SGD: Yang et al. 2022, table 3, with the width as M."""
     adam = of("adamw", "learning_rate")
-    assert adam == {"table": 1, "hidden": 1 / M, "head": 1 / M, "gain": 1, "qk_gain": 1, "key": 1 / M}
+    assert adam == {
+        "table": 1,
+        "hidden": 1 / M,
+        "head": 1 / M,
+        "gain": 1,
+        "qk_gain": 1,
+        "key": 1 / M,
+    }
     assert of("lion", "learning_rate") == adam
     sgd = of("sgd", "learning_rate")
     assert (sgd["table"], sgd["head"], sgd["key"]) == (M, 1 / M, 1 / M)
@@ -70,19 +77,33 @@ def test_published_epsilons_and_decay():
     assert all(rates[name] * decays[name] == 1 for name in WEIGHTS)
 
 
-def test_rates_of_matrices():
+@pytest.mark.parametrize("scale", ["consistent_rms", "original", "spectral"])
+@pytest.mark.parametrize("name", ["hidden", "key", "out"])
+def test_rates_of_orthogonal_updates(name, scale):
     """The spectral norm of an update of one rate grows as sqrt(r_out / r_in)."""
-    config = OptimizerConfig(opt_type="muon")
-    for name in ("hidden", "key"):
-        weight = WEIGHTS[name]
-        inputs, outputs = np.prod(weight.input_dims), np.prod(weight.output_dims)
-        update_norm = 0.2 * np.sqrt(max(inputs, outputs))  # of an orthogonal matrix of RMS 0.2
-        base_norm = 0.2 * np.sqrt(max(inputs / weight.r_in, outputs / weight.r_out))
-        rate = multipliers.weight_multipliers(config, {name: weight})[name].learning_rate
-        expected = np.sqrt(weight.r_out / weight.r_in)
-        np.testing.assert_allclose(rate * update_norm / base_norm, expected)
-    assert of("muon", "learning_rate")["hidden"] == M**-0.5
-    assert of("muon", "learning_rate")["head"] == 1 / M  # trained by Adam
+    out = spec((2, 8, 64), ("kv_heads", "kv", "embed"), 2, "hidden", 1.0, M)
+    weight = out if name == "out" else WEIGHTS[name]
+    inputs, outputs = np.prod(weight.input_dims), np.prod(weight.output_dims)
+    norm = {
+        "consistent_rms": lambda i, o: 0.2 * np.sqrt(max(i, o)),  # all singular values are equal
+        "original": lambda i, o: np.sqrt(max(1, o / i)),
+        "spectral": lambda i, o: np.sqrt(o / i),
+    }[scale]
+    growth = norm(inputs, outputs) / norm(inputs / weight.r_in, outputs / weight.r_out)
+    config = OptimizerConfig(opt_type="muon", muon_scale=scale)
+    rate = multipliers.weight_multipliers(config, {"w": weight})["w"].learning_rate
+    np.testing.assert_allclose(rate * growth, np.sqrt(weight.r_out / weight.r_in))
+
+
+def test_rates_of_matrix_optimizers():
+    muon = of("muon", "learning_rate")
+    assert muon == of("normuon", "learning_rate")
+    assert (muon["hidden"], muon["head"], muon["gain"]) == (M**-0.5, 1 / M, 1)
+    assert of("muon", "epsilon")["hidden"] == 1
+    # Steps relative to the norm of the weight: HyperP, arXiv 2603.28743, and of Adam's directions.
+    muonh, adamh = of("muonh", "learning_rate"), of("adamh", "learning_rate")
+    assert (muonh["hidden"], muonh["key"], muonh["head"], muonh["table"]) == (1, M**-0.5, 1, 1)
+    assert (adamh["hidden"], adamh["head"], adamh["gain"]) == (M**-0.5, 1, 1)
     assert of("adafactor", "learning_rate")["hidden"] == M**-0.5
 
 
@@ -95,7 +116,7 @@ def test_learning_rates_in_branches_of_another_exponent():
 
 def test_all_rules_are_known_to_the_configuration():
     for name in OPTIMIZERS_WITH_RULE:
-        of(name, "learning_rate")
+        of(name, "learning_rate", optax_name="adopt")
     with pytest.raises(UserError, match="opt_type=other: no rule"):
         of("other", "learning_rate")
     unknown = OptimizerConfig(opt_type="other")

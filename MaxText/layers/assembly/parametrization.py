@@ -30,13 +30,16 @@ WeightClass = Literal["table", "vector", "hidden", "readout"]
 _ROW_AXES = ("vocab", "position")
 _WIDTH_AXES = ("embed", "mlp", "slots")  # of dimensions that are contracted where they are inputs
 _REMEDY = (
-    "\n  What to do: declare it by Dense or MaxText.layers.params.param with num_input_dims, or set "
-    "parametrization=standard"
+    "\n  What to do: declare it by Dense, or by MaxText.layers.params.param with num_input_dims, or "
+    "set parametrization=standard"
 )
 
 
 class DepthFactors(NamedTuple):
-    """Factors of the depth rule: L layers, L_base at base_shape, exponent a (CompleteP, table 1)."""
+    """Factors of the depth rule, of L layers, L_base at base_shape, exponent a.
+
+    Dey et al. 2025 (CompleteP, arXiv 2505.01618), table 1.
+    """
 
     branch: float = 1.0  # (L / L_base)^-a: multiplier of residual branches
     rate: float = 1.0  # (L / L_base)^(a - 1): factor of learning rates in them
@@ -80,10 +83,7 @@ def with_ratios(
             f"base_shape makes another model: only {where} has the weight {missing[0]}\n"
             "  What to do: set sizes in base_shape, and leave all else as it is"
         )
-    return {
-        name: _with_ratios(name, spec, base[name], depth)
-        for name, spec in parameters.items()
-    }
+    return {name: _with_ratios(name, spec, base[name], depth) for name, spec in parameters.items()}
 
 
 def _with_ratios(name: str, spec: ParamSpec, base: ParamSpec, depth: DepthFactors) -> ParamSpec:
