@@ -233,19 +233,18 @@ def models_of(config: Config, plan: CheckPlan, size: Size) -> dict[int, Config]:
     return configs
 
 
-def measure(config: Config, num_steps: int, seed: int) -> Iterator[tuple[str, bool, float]]:
-    """Trains one model; yields (name, whether it is the change, rms) of activations.
+def measure(config: Config, plan: CheckPlan) -> Iterator[tuple[str, bool, float]]:
+    """Trains one model from each seed; yields (name, whether it is the change, rms).
 
     Args:
       config: From `models_of`.
-      num_steps: Steps to train.
-      seed: Of the initial weights.
+      plan: Seeds and steps.
     """
     model_config, _ = backend_defaults.resolve_auto(config.model, jax.default_backend())
     model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    state = jax.jit(make_initialize(model, optimizer))(jax.random.key(seed))
+    initialize = jax.jit(make_initialize(model, optimizer))
     step = jax.jit(make_train_step(model, optimizer, schedule))
     batch = _batch(config)
 
@@ -255,12 +254,14 @@ def measure(config: Config, num_steps: int, seed: int) -> Iterator[tuple[str, bo
             model.merge(params)(batch)
         return captured.values
 
-    at_start = activations(state.params)
-    for _ in range(num_steps):
-        state, _ = step(state, batch, {})
-    changes = jax.tree.map(jnp.subtract, activations(state.params), at_start)
-    for is_change, values in ((False, at_start), (True, changes)):
-        yield from ((name, is_change, rms) for name, rms in _means_over_layers(values))
+    for seed in plan.seeds:
+        state = initialize(jax.random.key(seed))
+        at_start = activations(state.params)
+        for _ in range(plan.num_steps):
+            state, _ = step(state, batch, {})
+        changes = jax.tree.map(jnp.subtract, activations(state.params), at_start)
+        for is_change, values in ((False, at_start), (True, changes)):
+            yield from ((name, is_change, rms) for name, rms in _means_over_layers(values))
 
 
 def _batch(config: Config) -> Batch:
@@ -301,9 +302,8 @@ def check_size(
     rms = collections.defaultdict(lambda: collections.defaultdict(list))
     for number, sized_config in models_of(config, plan, size).items():
         log(f"{size} {number}: {len(plan.seeds)} seeds, {plan.num_steps} steps")
-        for seed in plan.seeds:
-            for name, is_change, value in measure(sized_config, plan.num_steps, seed):
-                rms[name, is_change][number].append(value)
+        for name, is_change, value in measure(sized_config, plan):
+            rms[name, is_change][number].append(value)
     quantities = [Quantity(name, is_change, by_size) for (name, is_change), by_size in rms.items()]
     return [quantity for quantity in quantities if all(map(all, quantity.rms.values()))]
 

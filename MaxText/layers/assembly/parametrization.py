@@ -30,8 +30,8 @@ WeightClass = Literal["table", "vector", "hidden", "readout"]
 _ROW_AXES = ("vocab", "position")
 _WIDTH_AXES = ("embed", "mlp", "slots")  # of dimensions that are contracted where they are inputs
 _REMEDY = (
-    "\n  What to do: declare it by Dense, or by MaxText.layers.params.param with num_input_dims, or "
-    "set parametrization=standard"
+    "\n  What to do: declare it by Dense, or by MaxText.layers.params.param with num_input_dims, "
+    "or set parametrization=standard"
 )
 
 
