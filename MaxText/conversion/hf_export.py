@@ -200,7 +200,7 @@ _NO_ZOOM = {"zoom_dim": 0.0} | {
 
 
 class FoldedWeights(WeightSource):
-    """Weights with value slots scaled by `factors` (by parameter name)."""
+    """Weights that are multiplied by `factors` (by parameter name), with another configuration."""
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         super().__init__(config)

@@ -296,6 +296,7 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         for letter, keys in model_config.block.layer_kinds
     }
     model_sizes = {
+        "parametrization": "standard",
         "global_parameter_scale": 1,
         "base_emb_dim": d.emb_dim,
         "base_num_decoder_layers": d.num_layers // sharding.mesh.shape["stage"],

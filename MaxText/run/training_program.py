@@ -4,6 +4,8 @@ import sys
 
 from MaxText import exit_codes
 from MaxText.config import command_line
+from MaxText.config.loading import LoadedConfig
+from MaxText.config.schema import all_keys
 from MaxText.errors import UserError, storage_error_line, storage_failure
 from MaxText.inference import checkpoint_config
 from MaxText.run.training import train
@@ -18,7 +20,13 @@ def train_from_command_line(usage: str) -> int:
       usage: For --help.
     """
     preemption = PreemptionHandler.install()
-    loaded = command_line.parse("train.py", sys.argv[1:], usage, checkpoint_config.for_training)
+    loaded = command_line.parse(
+        "train.py",
+        sys.argv[1:],
+        usage,
+        checkpoint_config.for_training,
+        consequences=_multipliers_of_weights,
+    )
     try:
         return train(loaded.config, preemption=preemption)
     except BaseException as error:
@@ -35,3 +43,12 @@ def train_from_command_line(usage: str) -> int:
             sys.stderr.write(f"{storage_error_line(failure)}\n")
             processes.exit_now(exit_codes.USER_ERROR)
         raise
+
+
+def _multipliers_of_weights(loaded: LoadedConfig, key: str) -> str:
+    """Returns what a parametrization makes of each weight, for --why of one of its keys."""
+    if all_keys()[key].section != ("model", "parametrization"):
+        return ""
+    from MaxText.training.multipliers import describe_parametrization
+
+    return describe_parametrization(loaded.config)

@@ -15,6 +15,7 @@ from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
 from MaxText.layers.params import Params, UpdateRule
 from MaxText.layers.part_outputs import Returned, check, is_pair, text_of
+from MaxText.training.multipliers import weight_multipliers, with_epsilons
 from MaxText.training.optimizers.hyperball import keep_norms, matrices_of_constant_norm
 from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_param_names
 from MaxText.training.stochastic_rounding import with_second_moments_in
@@ -38,7 +39,8 @@ def make_optimizer(
     A parameter p with gradient g gets the update
     -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds. One
     with an update rule gets that of its rule, without any of these. MuonH and AdamH then scale
-    matrices back to their norms, and have no decay of these.
+    matrices back to their norms, and have no decay of these. A parametrization multiplies the
+    multiplier, the decay, and the transform's epsilon (multipliers.py).
 
     Args:
       config: Of the optimizer. Its patterns match anywhere in a parameter's name.
@@ -47,7 +49,7 @@ def make_optimizer(
       decay_schedule: Step to a factor of the weight decay; None for 1.
 
     Raises:
-      UserError: No parameter is trainable.
+      UserError: No parameter is trainable, or a parametrization has no rule for opt_type.
     """
     patterns = config.trainable_parameters_mask
     selected = {
@@ -61,19 +63,26 @@ def make_optimizer(
             f"{', '.join(parameters)}"
         )
 
+    scales = weight_multipliers(config, trained)
     constant_norms = matrices_of_constant_norm(config, trained)
 
     def decay(name: str) -> float:
         """Returns a parameter's weight decay: an override, else 0 if masked, else the default."""
         if name in constant_norms:
             return 0.0
-        default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
-        return _first_match(config.weight_decay_overrides, name, default)
+        is_masked = _matches(config.adamw_mask, name) or trained[name].weight_class == "vector"
+        default = 0.0 if is_masked else config.adam_weight_decay
+        value = _first_match(config.weight_decay_overrides, name, default)
+        return value * scales[name].weight_decay
 
     decays = map_param_names(trained, decay)
-    multipliers = map_param_names(
-        trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
-    )
+
+    def rate_multiplier(name: str) -> float:
+        """Returns the multiplier of a parameter's learning rate."""
+        override = _first_match(config.learning_rate_overrides, name, 1.0)
+        return override * scales[name].learning_rate
+
+    multipliers = map_param_names(trained, rate_multiplier)
     registered = registration("optimizer", config.opt_type)
     make = registered.load()
     transform = make(config.parts.of(make) or config, trained)  # a custom one gets its own keys
@@ -85,7 +94,7 @@ def make_optimizer(
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     chain = optax.chain(
         _clipping(config),
-        transform,
+        with_epsilons(transform, scales, trained),
         _add_weight_decay(decays, decay_schedule, is_cautious=config.cautious_weight_decay),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
