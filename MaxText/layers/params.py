@@ -9,6 +9,7 @@ weight; a part finds them in `Init.initializers`. They know their standard devia
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,22 @@ class AbstractRngs(nnx.Rngs):
     """Draws only shapes, in a tenth of the time of jax.eval_shape."""
 
 
+def stream(rngs: nnx.Rngs, name: str) -> nnx.Rngs:
+    """Returns RNG streams for a part, whose draws do not depend on those of other parts.
+
+    Models that differ in one part start with the same weights elsewhere, so that their runs of one
+    seed can be paired. Otherwise one more weight would change all weights that are drawn later.
+
+    Args:
+      rngs: Of the module that the part belongs to. They are not advanced.
+      name: Of the part, different from those of the module's other parts.
+    """
+    if isinstance(rngs, AbstractRngs):
+        return rngs
+    key = rngs.params.key[...]
+    return nnx.Rngs(params=jax.random.fold_in(key, zlib.crc32(name.encode())))
+
+
 def param(
     rngs: nnx.Rngs,
     shape: Shape,
@@ -93,6 +110,9 @@ def param(
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
         value = jax.ShapeDtypeStruct(shape, dtype)
+    elif _is_constant(initializer):
+        # A gain or a bias advances no stream: with or without it, the other weights are the same.
+        value = initializer(jax.random.key(0), shape, num_input_dims, dtype)
     else:
         value = initializer(rngs.params(), shape, num_input_dims, dtype)
     return nnx.Param(
@@ -116,6 +136,10 @@ def as_readout(parameter: nnx.Param) -> nnx.Param:
     return parameter
 
 
+def _is_constant(initializer: Initializer) -> bool:
+    return initializer is zeros or isinstance(initializer, ConstantInitializer)
+
+
 def _std_of(
     initializer: Initializer,
     shape: Shape,
@@ -126,7 +150,7 @@ def _std_of(
 
     None if the initializer does not know it.
     """
-    if initializer is zeros or isinstance(initializer, ConstantInitializer):
+    if _is_constant(initializer):
         return 0.0
     if not isinstance(initializer, RandomInitializer):
         return None
