@@ -157,17 +157,23 @@ def _inner_jaxprs(equation: core.JaxprEqn) -> Iterator[tuple[core.Jaxpr, tuple[A
             yield inner, tuple(getattr(value, "consts", ()))
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    """Returns the shape of an input or output of an equation; () for what is no array."""
+    return getattr(value.aval, "shape", ())
+
+
 def _matmul_flops(equation: core.JaxprEqn) -> int:
     """Returns the FLOPs of a matrix product; 0 for another equation."""
     name = equation.primitive.name
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        lhs = equation.invars[0].aval.shape
-        outputs = math.prod(equation.outvars[0].aval.shape)
+        lhs = _shape(equation.invars[0])
+        outputs = math.prod(_shape(equation.outvars[0]))
         return 2 * outputs * math.prod(lhs[dimension] for dimension in contracted)
     if name == "ragged_dot_general":
         # Each row of the left times one matrix, or rows of both sides contracted.
-        return 2 * equation.invars[0].aval.size * equation.outvars[0].aval.shape[-1]
+        rows = math.prod(_shape(equation.invars[0]))
+        return 2 * rows * _shape(equation.outvars[0])[-1]
     return 0
 
 
@@ -175,10 +181,10 @@ def _convolution_flops(equation: core.JaxprEqn) -> int:
     """Returns the FLOPs of a convolution; 0 for another equation."""
     if equation.primitive.name != "conv_general_dilated":
         return 0
-    kernel = equation.invars[1].aval.shape
+    kernel = _shape(equation.invars[1])
     dimensions = equation.params["dimension_numbers"]
     num_outputs = kernel[dimensions.rhs_spec[0]]
-    outputs = math.prod(equation.outvars[0].aval.shape)
+    outputs = math.prod(_shape(equation.outvars[0]))
     return 2 * outputs * math.prod(kernel) // num_outputs
 
 
@@ -186,11 +192,11 @@ def _elementwise_flops(equation: core.JaxprEqn) -> int:
     """Returns one operation per element of arithmetic or of a reduction; 0 for the rest."""
     name = equation.primitive.name
     if name in _ELEMENTWISE:
-        return math.prod(equation.outvars[0].aval.shape)
+        return math.prod(_shape(equation.outvars[0]))
     if name.startswith(("reduce_", "argmax", "argmin")) and name != "reduce_precision":
-        return math.prod(equation.invars[0].aval.shape)
+        return math.prod(_shape(equation.invars[0]))
     if name.startswith("scatter"):
-        return math.prod(equation.invars[-1].aval.shape)  # of the updates
+        return math.prod(_shape(equation.invars[-1]))  # of the updates
     return 0
 
 

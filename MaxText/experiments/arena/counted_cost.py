@@ -16,6 +16,7 @@ import numpy as np
 from MaxText.compilation.lowering import largest_batch
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.training_sections import MeshConfig
+from MaxText.cost.abstract_step import cached
 from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_operations import (
     TracedOperations,
@@ -117,7 +118,7 @@ def counted_config(config: Config) -> Config:
     return unflatten(keys).model_copy(update={"mesh": MeshConfig()})
 
 
-@functools.lru_cache(maxsize=2)
+@cached
 def trace_program(config: Config) -> TracedProgram:
     """Traces what a configuration runs, on one CPU device; compiles nothing.
 
@@ -213,7 +214,7 @@ _DESCRIPTIONS = {
 def _formatted(kind: str, amount: float) -> str:
     """Returns an amount with its unit."""
     if kind in ("bytes", "stored_bytes"):
-        return byte_count(amount)
+        return byte_count(round(amount))
     return f"{amount:,.0f}"
 
 

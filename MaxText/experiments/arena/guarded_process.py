@@ -45,18 +45,25 @@ def _train(config: str, trusted: Collection[str]) -> int:
     """Trains; returns an exit code of exit_codes.py."""
     from MaxText import exit_codes
     from MaxText.experiments.arena.isolation import Guard, IsolationError
-    from MaxText.train import train_from_command_line
+    from MaxText.run.training_program import train_from_command_line
 
-    guard = Guard(trusted)
+    reported: set[str] = set()
+
+    def report(problem: str) -> None:
+        """Writes a problem once: at once, as a run that fails may end without coming back."""
+        if problem not in reported:
+            reported.add(problem)
+            sys.stderr.write(f"{REFUSED}{problem}\n")
+
+    guard = Guard(trusted, report)
     sys.argv = [str(_SCRIPT.parents[2] / "train.py"), config]
     try:
-        code = train_from_command_line()
+        code = train_from_command_line("")
     except IsolationError:
         code = exit_codes.USER_ERROR
-    problems = guard.problems()
-    for problem in problems:
-        sys.stderr.write(f"{REFUSED}{problem}\n")
-    return exit_codes.USER_ERROR if problems else code
+    for problem in guard.problems():
+        report(problem)
+    return exit_codes.USER_ERROR if reported else code
 
 
 def _measure(half: str, config: str, trusted: Collection[str]) -> int:

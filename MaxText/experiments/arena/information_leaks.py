@@ -22,7 +22,7 @@ from MaxText.layers.params import Params
 from MaxText.training.objective import cross_entropy
 
 # (parameters, batch) -> loss of each target in nats, [B, T].
-TargetLosses = Callable[[Params, Batch], jax.Array]
+TargetLosses = Callable[[Params, Batch], jax.Array | np.ndarray]
 # Largest change of a loss, in nats, averaged over sequences. A leak that is worth less is not
 # found; one that is worth anything to a candidate is worth more.
 TOLERANCES = {"float32": 1e-3}

@@ -13,7 +13,7 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -52,6 +52,9 @@ _REFUSED_EVENTS = {
 }
 
 
+Report = Callable[[str], None]
+
+
 class IsolationError(PermissionError):
     """A candidate's code did what `watch` refuses."""
 
@@ -65,14 +68,16 @@ class Watch:
       violations: What was refused, for a reason.
     """
 
-    def __init__(self, trusted: Collection[str] = ()):
+    def __init__(self, trusted: Collection[str] = (), report: Report | None = None):
         """Watches from now on, until `stop`.
 
         Args:
           trusted: Source files of the session, such as those of its data. So are all files that
             are imported already.
+          report: Called with each violation when it happens.
         """
         self.violations: list[str] = []
+        self._report = report
         self._trusted = {*map(os.path.realpath, trusted), *source_files(), *_main_file()}
         self._is_candidates: dict[str, bool] = {}  # by file name of a code object
         devices = ("/dev", "/proc", "/sys")
@@ -106,10 +111,12 @@ class Watch:
         finally:
             self._checking.active = False
         if place:
-            violation = f"{place} {description}"
+            violation = f"it must compute, and do nothing else: {place} {description}"
             if violation not in self.violations:
                 self.violations.append(violation)
-            raise IsolationError(f"{violation}: a candidate's code computes, and does nothing else")
+                if self._report is not None:
+                    self._report(violation)
+            raise IsolationError(violation)
 
     def _describe(self, event: str, arguments: tuple[Any, ...]) -> str:
         """Returns what an event did; "" if it is allowed."""
@@ -245,21 +252,20 @@ class Guard:
       watch: Refuses files, processes and connections to the candidate's code.
     """
 
-    def __init__(self, trusted: Collection[str] = ()):
+    def __init__(self, trusted: Collection[str] = (), report: Report | None = None):
         """Imports this package, and begins.
 
         Args:
           trusted: As of Watch.
+          report: As of Watch.
         """
         import_package()
         self._before = fingerprint()
-        self.watch = Watch(trusted)
+        self.watch = Watch(trusted, report)
 
     def problems(self) -> list[str]:
         """Returns what the candidate's code has done since: reasons to refuse it."""
-        problems = [
-            f"it must compute, and do nothing else: {line}" for line in self.watch.violations
-        ]
+        problems = list(self.watch.violations)
         replaced = replaced_functions(self._before, fingerprint())
         if replaced:
             more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""

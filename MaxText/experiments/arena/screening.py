@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from MaxText.config.loading import load_config
 from MaxText.config.registry import Registration
 from MaxText.config.schema import Config
 from MaxText.config.values import UntypedValue
-from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, Check, find_problem
+from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
 from MaxText.conformance.subject import SIZES, TRAINED, Subject, random_batch
 from MaxText.errors import first_line, raising_line
 from MaxText.experiments.arena.candidates import Candidate
@@ -34,7 +34,6 @@ from MaxText.layers.params import Params
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Checks of check_part.py that a cheat fails, and an honest part that is not finished yet passes.
 _CHECKS = ("initialization", "causality", "documents", "padding", "FLOPs")
-_OPTIMIZER_CHECKS = ("initialization",)
 # Arrays in a program, besides weights: masks and tables of an honest model are computed there.
 _MAX_CONSTANTS = 2**20
 _NUM_SEQUENCES = 2
@@ -52,8 +51,7 @@ def screen(candidate: Candidate) -> list[str]:
     """
     reasons: list[str] = []
     try:
-        for part in candidate.parts:
-            reasons += _conformance_reasons(part)
+        reasons += _conformance_reasons(candidate.parts)
         if not reasons:
             reasons += program_reasons(candidate.config)
     except Exception as error:  # the code of a candidate can raise anything
@@ -70,33 +68,49 @@ def screen(candidate: Candidate) -> list[str]:
     return [*candidate.guard.problems(), *dict.fromkeys(reasons)]
 
 
-def _conformance_reasons(part: Registration) -> list[str]:
-    """Returns the violations of check_part.py's checks that a part of the user's own has."""
-    checks: Iterable[Check] = CHECKS
-    names = _CHECKS
-    if part.kind == "optimizer":
-        checks = OPTIMIZER_CHECKS
-        names = _OPTIMIZER_CHECKS
-    elif part.kind == "data_source":
-        return [f"{part.name} is a data source, and the data belong to the session"]
+def _conformance_reasons(parts: Sequence[Registration]) -> list[str]:
+    """Returns the violations of check_part.py's checks by parts of the user's own.
+
+    Args:
+      parts: Of one configuration. They are checked together, as some need each other; of several
+        parts of a kind, which are those of different layers, each is.
+    """
+    first_of_kind = {part.kind: part for part in reversed(parts)}
+    reasons = [
+        f"{part.name} is a data source, and the data belong to the session"
+        for part in parts
+        if part.kind == "data_source"
+    ]
+    combinations = {tuple({**first_of_kind, part.kind: part}.values()) for part in parts}
+    for combination in combinations if not reasons else ():
+        reasons += _reasons_of_combination(combination)
+    return reasons
+
+
+def _reasons_of_combination(parts: Sequence[Registration]) -> list[str]:
+    """Returns the violations of parts of different kinds, in one small model."""
+    choices = {registry.KINDS[part.kind]: part.name for part in parts}
+    files = [part.location.rpartition(":")[0] for part in parts]
 
     def small_config(**overrides: UntypedValue) -> Config:
-        """Returns the configuration of a small model with the part."""
-        keys = SIZES | {registry.KINDS[part.kind]: part.name} | overrides
+        """Returns the configuration of a small model with the parts."""
+        keys = SIZES | choices | overrides
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
             return load_config(**TRAINED | keys)
 
     subject = Subject(small_config, decodes=False)
-    file, _, _ = part.location.rpartition(":")
-    reasons = []
+    checks = [check for check in CHECKS if check.name in _CHECKS]
+    if all(part.kind == "optimizer" for part in parts):
+        checks = [check for check in OPTIMIZER_CHECKS if check.name in _CHECKS]
+    descriptions: dict[str, str] = {}  # problem -> names of the checks that have found it
     for check in checks:
-        problem = find_problem(check, subject, file) if check.name in names else None
+        problem = find_problem(check, subject, files[0])
         if problem is not None:
-            reasons.append(
-                f"{part.kind} {part.name} fails the check of {check.name}: {problem.description}; "
-                f"{problem.remedy}"
-            )
-    return reasons
+            line = f"{problem.description}; {problem.remedy}"
+            earlier = descriptions.get(line)
+            descriptions[line] = check.name if earlier is None else f"{earlier}, {check.name}"
+    named = " and ".join(f"{part.kind} {part.name}" for part in parts)
+    return [f"{named}: the check of {names} fails: {line}" for line, names in descriptions.items()]
 
 
 def program_reasons(config: Config) -> list[str]:

@@ -23,7 +23,7 @@ WINDOW = 32  # tokens
 MAX_SHARE = 0.2  # of windows
 _MIN_DISTINCT = 12  # different tokens of a window that counts
 _MAX_TOKENS = 500_000_000  # of the training text that are looked through
-_CHUNK = 2**22  # tokens read at a time
+CHUNK = 2**22  # tokens read at a time
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _BASE_INVERSE = pow(_BASE, -1, 2**64)
 
@@ -83,12 +83,15 @@ def _stores(sources: Sequence[OpenDataSource]) -> list[TokenReader]:
     return [source.dataset.store for source in sources if source.stream is None]
 
 
-def find_overlap(training: Sequence[TokenReader], validation: Sequence[TokenReader]) -> TextOverlap:
+def find_overlap(
+    training: Sequence[TokenReader], validation: Sequence[TokenReader], chunk: int = CHUNK
+) -> TextOverlap:
     """Returns how many windows of the validation text are in the training text.
 
     Args:
       training: Tokens to look through, up to 500 million.
       validation: Tokens to look up.
+      chunk: Tokens of the training text that are read at a time.
     """
     hashes = [_counted_hashes(_read(store, 0, len(store))) for store in validation]
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
@@ -96,11 +99,11 @@ def find_overlap(training: Sequence[TokenReader], validation: Sequence[TokenRead
     num_tokens = 0
     is_complete = True
     for store in training:
-        for first in range(0, len(store) - WINDOW + 1, _CHUNK):
+        for first in range(0, len(store) - WINDOW + 1, chunk):
             if num_tokens >= _MAX_TOKENS:
                 is_complete = False
                 break
-            end = min(first + _CHUNK + WINDOW - 1, len(store))
+            end = min(first + chunk + WINDOW - 1, len(store))
             rolling = rolling_hashes(_read(store, first, end))
             is_found |= np.isin(wanted, rolling)
             num_tokens += end - first

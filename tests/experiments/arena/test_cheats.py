@@ -172,9 +172,8 @@ def test_validation_text_among_the_training_text_is_found(monkeypatch):
     training, validation = generator.integers(0, 50, (2, 4000))
     clean = text_overlap.find_overlap([Tokens(training)], [Tokens(validation)])
     assert (clean.num_windows, clean.num_found) == (4000 // text_overlap.WINDOW, 0)
-    monkeypatch.setattr(text_overlap, "_CHUNK", 1000)  # a window may cross chunks
     stolen = np.concatenate([training[:777], validation[:2000], training[777:]])
-    found = text_overlap.find_overlap([Tokens(stolen)], [Tokens(validation)])
+    found = text_overlap.find_overlap([Tokens(stolen)], [Tokens(validation)], chunk=1000)
     assert found.num_found == 2000 // text_overlap.WINDOW
     assert found.num_tokens >= len(stolen)
     monkeypatch.setattr(text_overlap, "open_sources", lambda *_: [])

@@ -10,8 +10,8 @@ from MaxText.experiments.arena.sequential_test import (
     SequentialTest,
     estimate_noise,
     keep_probability,
-    nominal_levels,
     noise_of,
+    nominal_levels,
     pool_session,
     take_look,
 )
