@@ -271,6 +271,10 @@ def end_orphan(trial: ArenaTrial) -> None:
     path.unlink(missing_ok=True)
 
 
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def examine(session: Session, folder: Path, spec: str | None, *, time_limit: float) -> CandidateRow:
     """Examines a candidate, or the baseline, in a process of its own.
 
