@@ -151,7 +151,7 @@ def test_listed_sizes_set_keys_of_all_arms(configs):
         assert ratio == pytest.approx(20, rel=0.02)
     assert flatten(rungs[-1].rung.variants[0].config)["learning_rate"] == 0.5
     Path("sizes.yml").write_text("- {base_emb_width: 16}")
-    with pytest.raises(UserError, match="rung 1: unknown key base_emb_width; nearest:.*emb"):
+    with pytest.raises(UserError, match=r"rung 1: unknown key base_emb_width; nearest:.*emb"):
         planned("a.yml", "sizes=sizes.yml")
     Path("sizes.yml").write_text("- {base_num_decoder_layers: 1}\n- {base_num_decoder_layers: 2}")
     _, rungs, issues = planned("a.yml", "sizes=sizes.yml")
@@ -201,9 +201,9 @@ def test_the_optimum_of_a_sweep_is_that_of_a_parabola():
     assert find_optimum(rising) == RateOptimum(0.25, -1)
     assert factors_of_round(1, rising) == [0.125, 0.0625]
     assert not factors_of_round(1, losses)
-    with pytest.raises(UserError, match="smallest one, 0.25 times"):
+    with pytest.raises(UserError, match=r"smallest one, 0.25 times"):
         factors_of_round(3, rising)
-    with pytest.raises(UserError, match="diverged.*smaller learning_rate"):
+    with pytest.raises(UserError, match=r"diverged.*smaller learning_rate"):
         find_optimum(dict.fromkeys(factors))
     assert combine_rungs([RateOptimum(1.0, 0), RateOptimum(4.0, 0)]) == pytest.approx(2.0)
 
