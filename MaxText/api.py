@@ -31,6 +31,7 @@ from MaxText.run.hooks import Hook, StepInfo, hook
 if TYPE_CHECKING:
     import jax
 
+    from MaxText.experiments.arena.verdict import Verdict
     from MaxText.inference.model_tokenizer import ModelTokenizer
     from MaxText.inference.trained_model import TrainedModel
     from MaxText.layers.assembly.model import Model
@@ -127,6 +128,41 @@ def train(
     if code == exit_codes.DIVERGED:
         raise RuntimeError(f"the run in {folder} diverged; its checkpoints are kept")
     return folder
+
+
+def arena(
+    output: str | epath.PathLike,
+    candidates: str | Sequence[str] = (),
+    *,
+    log: Callable[[str], None] = lambda line: None,
+    **options: UntypedValue,
+) -> "list[Verdict]":
+    """Judges candidates against a baseline as arena.py does, and returns their verdicts.
+
+    A verdict has `verdict` ("keep", "discard", "undecided" or "refused"), `reasons`, `effect_nats`,
+    `interval_nats`, `seeds`, `cost` and more (docs/how-to/let_an_agent_search.md).
+
+    Args:
+      output: Folder of the session.
+      candidates: One candidate or several: "B.yml" or "part.py:Class", with key=value after it.
+      log: Gets each line about the progress.
+      **options: Settings of a new session: baseline="A.yml", budget="1e15", alpha=0.05 and other
+        options of arena.py, and keys of all its runs. Later calls need none.
+
+    Raises:
+      UserError: Everything for which arena.py exits with code 2.
+    """
+    from MaxText.config import values
+    from MaxText.experiments.arena.arena_args import parse_args
+    from MaxText.experiments.arena.judging import judge
+
+    specs = [candidates] if isinstance(candidates, str) else list(candidates)
+    settings = [
+        f"{name}={value if isinstance(value, str) else values.to_yaml(value)}"
+        for name, value in options.items()
+    ]
+    arguments = [f"output={output}", *settings, *(f"candidate={spec}" for spec in specs)]
+    return judge(parse_args(arguments), log=log, report=lambda verdict: None)
 
 
 def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
@@ -421,6 +457,7 @@ __all__ = [
     "Run",
     "StepInfo",
     "UserError",
+    "arena",
     "batches",
     "hook",
     "load",

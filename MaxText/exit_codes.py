@@ -5,6 +5,10 @@ SUCCESS = 0
 DIVERGED = 1
 # One message says what; starting again changes nothing. Also the code of errors.UserError.
 USER_ERROR = 2
+# Verdicts of arena.py; a kept candidate is SUCCESS.
+DISCARDED = 10
+UNDECIDED = 11
+REFUSED = 12
 # SIGTERM or a preemption notice; the state is saved, and the same command resumes. 75 is
 # EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75

@@ -18,29 +18,42 @@ from MaxText.config import command_line
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
-from MaxText.launchers import slurm, supervision
+from MaxText.launchers import jobset, skypilot, slurm, supervision
 from MaxText.launchers.commands import (
     TRAIN_COMMAND,
     Commands,
     LaunchOptions,
     resolve_run_args,
 )
+from MaxText.launchers.jobset import JobSetOptions
+from MaxText.launchers.skypilot import SkyPilotOptions
 from MaxText.launchers.slurm import SlurmOptions
 from MaxText.launchers.supervision import LocalOptions
 from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm, check_options
 
-USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
+USAGE = """Starts train.py as several processes: here, on a Cloud TPU VM, or by SLURM, Kubernetes or
+SkyPilot.
 
   python MaxText/launch.py local 2 --supervise -- configs/quickstart.yml steps=1000
   python MaxText/launch.py gcloud create copy setup run --name=pod --zone=us-east5-a \\
       --accelerator-type=v5p-32 --version=v2-alpha-tpuv5 -- configs/gpt2.yml base_output_directory=gs://b/out
   python MaxText/launch.py slurm submit --nodes=4 --gpus-per-node=8 -- configs/gpt2.yml
+  python MaxText/launch.py jobset submit --image=IMAGE --tpu=tpu-v5p-slice --topology=2x2x4 -- \\
+      configs/gpt2.yml base_output_directory=gs://b/out
+  python MaxText/launch.py sky submit --accelerators=H100:8 --nodes=2 -- configs/gpt2.yml \\
+      base_output_directory=gs://b/out
 
 What follows -- are the arguments of train.py. --dry-run prints the commands and runs nothing.
 Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
 docs/reference/exit_codes.md."""
 
-LAUNCHERS = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
+LAUNCHERS = {
+    "local": LocalOptions,
+    "gcloud": GcloudOptions,
+    "slurm": SlurmOptions,
+    "jobset": JobSetOptions,
+    "sky": SkyPilotOptions,
+}
 ACTIONS = tuple(name.replace("_", "-") for name in vars(TpuVm) if not name.startswith("_"))
 _ANY_ACTION = "|".join(ACTIONS)
 # Launcher -> its operands, for messages and as a pattern.
@@ -48,6 +61,8 @@ OPERANDS = {
     "local": ("the number of processes", r"[1-9]\d*"),
     "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY_ACTION})(\n({_ANY_ACTION}))*"),
     "slurm": ("one of submit, status, stop", "submit|status|stop"),
+    "jobset": ("one of submit, status, logs, stop", "submit|status|logs|stop"),
+    "sky": ("one of submit, status, logs, stop", "submit|status|logs|stop"),
 }
 
 
@@ -106,8 +121,22 @@ def _launch(options: LaunchOptions, operands: Sequence[str], train_args: Sequenc
         return _launch_local(options, operands, train_args)
     if isinstance(options, GcloudOptions):
         return _launch_gcloud(options, operands, train_args)
-    assert isinstance(options, SlurmOptions)
-    return _launch_slurm(options, operands, train_args)
+    if isinstance(options, SlurmOptions):
+        return _launch_slurm(options, operands, train_args)
+    (action,) = operands
+    commands = Commands(print, dry_run=options.dry_run)
+    if isinstance(options, JobSetOptions):
+        if action == "submit":
+            jobset.submit(options, resolve_run_args(train_args), commands, print)
+        else:
+            jobset.act(action, options, commands)
+        return 0
+    assert isinstance(options, SkyPilotOptions)
+    if action == "submit":
+        skypilot.submit(options, resolve_run_args(train_args), commands, print)
+    else:
+        skypilot.act(action, options, commands)
+    return 0
 
 
 def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:

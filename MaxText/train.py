@@ -14,13 +14,8 @@ from MaxText import program_start
 
 program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
-from MaxText import exit_codes
-from MaxText.config import command_line
-from MaxText.errors import UserError, storage_error_line, storage_failure
-from MaxText.inference import checkpoint_config
-from MaxText.run.training import train
+from MaxText.run.training_program import train_from_command_line
 from MaxText.runtime import processes
-from MaxText.runtime.preemption import PreemptionHandler
 
 USAGE = """Trains a language model.
 
@@ -32,28 +27,7 @@ The same command again resumes from the newest checkpoint of the run."""
 
 def main() -> NoReturn:
     """Trains; exits with a code of exit_codes.py."""
-    processes.run(_train_from_command_line)
-
-
-def _train_from_command_line() -> int:
-    preemption = PreemptionHandler.install()
-    loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
-    try:
-        return train(loaded.config, preemption=preemption)
-    except BaseException as error:
-        processes.fail(error)  # one process of several ends here
-        if isinstance(error, UserError):
-            sys.stderr.write(f"error: {error}\n")
-            processes.exit_now(error.exit_code)  # a compilation is not waited for
-        if isinstance(error, KeyboardInterrupt):
-            processes.exit_now(exit_codes.INTERRUPTED)
-        if isinstance(error, BrokenPipeError):
-            processes.exit_now(exit_codes.BROKEN_PIPE)
-        failure = storage_failure(error) if isinstance(error, Exception) else None
-        if failure:
-            sys.stderr.write(f"{storage_error_line(failure)}\n")
-            processes.exit_now(exit_codes.USER_ERROR)
-        raise
+    processes.run(lambda: train_from_command_line(USAGE))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@
 Each law is drawn from MaxText/experiments/ladder/simulated_ladder.py. The top rung is held out of
 the fit that predicts it; the speed-up is measured on all rungs, at the top by the line, and as a
 constant. Prints the table of docs/explanation/scaling_ladders.md.
+
+    python benchmarks/ladder_coverage.py --bootstraps  # how often common bootstraps are right
 """
 
 import argparse
@@ -21,14 +23,14 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from MaxText.experiments.ladder.effective_speedup import measure_speedup
+from MaxText.experiments.ladder.ladder_verdict import judge
 from MaxText.experiments.ladder.measurements import Arm, Interval
-from MaxText.experiments.ladder.scaling_law import fit_law
+from MaxText.experiments.ladder.scaling_law import fit_given_asymptotes, fit_law
 from MaxText.experiments.ladder.simulated_ladder import (
     draw_law,
     draw_noise,
     simulate_ladder,
 )
-from MaxText.experiments.ladder.verdict import judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Coverage of a ladder's intervals.")
     parser.add_argument("designs", nargs="*", help="names; all by default")
     parser.add_argument("--laws", type=int, help="per design, instead of 1,000 (A/A: 2,000)")
+    parser.add_argument("--bootstraps", action="store_true", help="of other procedures instead")
     arguments = parser.parse_args()
+    if arguments.bootstraps:
+        for name, share in cover_by_bootstraps(arguments.laws or 300).items():
+            print(f"{name}: {100 * share:.1f} %")
+        return
     print("| design | held-out top rung | S at top, line | S constant | worked | did not |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in arguments.designs or DESIGNS:
@@ -82,6 +89,7 @@ def main() -> None:
 
 
 INTERVALS = ("prediction", "line", "constant")
+NUM_BOOTSTRAPS = 200
 
 
 def cover(design: Design, num_laws: int) -> Mapping[str, float]:
@@ -129,6 +137,68 @@ def cover(design: Design, num_laws: int) -> Mapping[str, float]:
     widths = {f"{key} width": float(np.median(hits[f"{key} width"])) for key in INTERVALS}
     verdicts = {key: outcomes[key] / num_laws for key in ("worked", "did not work")}
     return shares | widths | verdicts
+
+
+def cover_by_bootstraps(num_laws: int) -> Mapping[str, float]:
+    """Returns how often bootstraps' intervals of the held-out top rung contain it.
+
+    Of 5 rungs with 3 seeds. Their error is what resampling moves: seeds, or seeds and rungs.
+    """
+    generator = np.random.default_rng(0)
+    computes = np.geomspace(1e13, 1e16, 5)
+    hits: dict[str, list[bool]] = collections.defaultdict(list)
+    for _ in range(num_laws):
+        law = draw_law(generator)
+        baseline, _ = simulate_ladder(generator, computes, 3, law=law, noise=draw_noise(generator))
+        losses = np.array([[*rung.losses.values()] for rung in baseline.rungs])
+        for resampled in ("seeds", "seeds and rungs"):
+            for asymptote in (None, 1.6):
+                predicted = _bootstrap(
+                    generator, computes, losses[:-1], asymptote, rungs=resampled != "seeds"
+                )
+                pinned = "" if asymptote is None else f", asymptote pinned at {asymptote}"
+                interval = Interval.of(predicted)
+                hits[f"{resampled}{pinned}"].append(interval.contains(losses[-1].mean()))
+    return {name: float(np.mean(values)) for name, values in hits.items()}
+
+
+def _bootstrap(
+    generator: np.random.Generator,
+    computes: np.ndarray,
+    losses: np.ndarray,
+    asymptote: float | None,
+    *,
+    rungs: bool,
+) -> np.ndarray:
+    """Returns predictions at the last compute by least-squares laws of resampled runs.
+
+    Args:
+      generator: Of random numbers.
+      computes: Of all rungs, the held-out one last: float [R + 1].
+      losses: Of the runs, float [R, seeds].
+      asymptote: Pins it; by default that of least squares, on a grid.
+      rungs: Whether to resample rungs, besides the seeds of each.
+    """
+    x = np.log(computes / computes[0])
+    count, num_seeds = losses.shape
+    predictions = []
+    while len(predictions) < NUM_BOOTSTRAPS:
+        index = generator.integers(count, size=count) if rungs else np.arange(count)
+        if len({*index}) < (2 if asymptote else 3):
+            continue  # more parameters than rungs
+        seeds = generator.integers(num_seeds, size=(count, num_seeds))
+        means = np.take_along_axis(losses[index], seeds, axis=1).mean(1)
+        grid = np.linspace(0.0, 0.97, 98) * means.min()
+        if asymptote is not None:
+            # A law can only be pinned below its losses.
+            grid = np.array([min(asymptote, 0.97 * means.min())])
+        with np.errstate(all="ignore"):  # an asymptote that fits badly may diverge
+            fits = fit_given_asymptotes(x[:-1][index], means, grid)
+        squares = np.where(fits.parameters[:, 1] > 0, fits.squared_residuals, np.inf)
+        best = int(np.nan_to_num(squares, nan=np.inf).argmin())
+        log_scale, exponent = fits.parameters[best]
+        predictions.append(grid[best] + math.exp(log_scale - exponent * x[-1]))
+    return np.array(predictions)
 
 
 def _log(interval: Interval) -> Interval:

@@ -55,6 +55,33 @@ SLICES = {
     "gpt3-6b": "v5p-8",
     "gpt3-22b": "v5p-32",
     "gpt3-175b": "v5p-256",
+    "qwen3-next-80b-a3b": "v5p-64",
+    "qwen3-next-180m": "v6e-8",
+    "qwen3.5-9b": "v5p-16",
+    "qwen3.5-35b-a3b": "v5p-64",
+    "qwen3.5-397b-a17b": "v5p-512",
+    "deepseek2-16b": "v5p-16",
+    "deepseek2-236b": "v5p-256",
+    "deepseek3-671b": "v5p-512",
+    "deepseek3-240m": "v6e-8",
+    "kimi-k2-1t": "v5p-1024",
+    "kimi-linear-48b-a3b": "v5p-64",
+    "kimi-linear-240m": "v6e-8",
+    "gpt-oss-20b": "v5p-32",
+    "gpt-oss-120b": "v5p-128",
+    "glm-4.5-air": "v5p-128",
+    "mamba2-130m": "v6e-8",
+    "mamba2-370m": "v6e-8",
+    "mamba2-780m": "v6e-8",
+    "mamba2-1.3b": "v6e-8",
+    "mamba2-2.7b": "v6e-8",
+    "granite4.0-h-micro": "v6e-8",
+    "granite4.0-h-tiny": "v5p-8",
+    "granite4.0-h-small": "v5p-64",
+    "nemotron-h-8b": "v5p-8",
+    "nemotron-h-170m": "v6e-8",
+    "nemotron3-nano-30b": "v5p-64",
+    "falcon-h1-0.5b": "v6e-8",
 }
 
 
@@ -88,7 +115,7 @@ def main() -> int:
         )
         lines = process.stdout.splitlines()
         peak = next((line for line in lines if line.startswith("peak")), "")  # in MiB
-        print(f"{name:<16}{machine:<10}{peak or process.stderr.strip()}", flush=True)
+        print(f"{name:<20}{machine:<10}{peak or process.stderr.strip()}", flush=True)
         failed += process.returncode != 0
     return int(failed > 0)
 

@@ -26,7 +26,7 @@ napoleon_use_ivar = True  # attributes of a NamedTuple are members, too
 
 PROGRAMS = (
     "train", "prepare_data", "inspect_data", "plan", "train_compile", "launch", "report", "compare",
-    "decode", "eval", "convert", "check_part",
+    "decode", "eval", "convert", "check_part", "coord_check",
 )  # fmt: skip
 
 

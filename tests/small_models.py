@@ -15,7 +15,7 @@ from MaxText.conformance import subject as conformance
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.step import make_initialize, make_train_step
 
 TINY = {
@@ -90,8 +90,11 @@ def noisy_params(model: Model, noise: float):
 def made_for_training(config: Config, model: Model, *guard: GuardConfig):
     """(learning rate schedule, optimizer, initializer of a state) of a configuration."""
     schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    return schedule, optimizer, make_initialize(model, optimizer, *guard)
+    decay_schedule = weight_decay_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters, decay_schedule)
+    averaging = config.optimizer.parameter_average
+    initialize = make_initialize(model, optimizer, *guard, averaging=averaging)
+    return schedule, optimizer, initialize
 
 
 def trainer(config: Config, num_microbatches: int = 1, **keys: Any):
@@ -99,5 +102,12 @@ def trainer(config: Config, num_microbatches: int = 1, **keys: Any):
     model = Model(config.model)
     schedule, optimizer, initialize = made_for_training(config, model)
     state = jax.jit(initialize)(jax.random.key(0))
-    step = make_train_step(model, optimizer, schedule, num_microbatches=num_microbatches, **keys)
+    step = make_train_step(
+        model,
+        optimizer,
+        schedule,
+        num_microbatches=num_microbatches,
+        optimizer_config=config.optimizer,
+        **keys,
+    )
     return model, state, jax.jit(step)

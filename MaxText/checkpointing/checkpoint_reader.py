@@ -39,11 +39,17 @@ _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
 _LOOP_CLOSED = "Event loop is closed"
 _GUARD = "guard"
+AVERAGE = "average"  # field of the train state: average of the parameters
 OBJECTIVE = "objective"  # parameters of an objective, by the name of the decoder's attribute
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
 
 _T = TypeVar("_T")
+
+
+def _field(average: bool) -> str:
+    """Returns the field of the train state with the parameters, or with their average."""
+    return AVERAGE if average else "params"
 
 
 def as_dict(state: PyTree) -> dict[str, PyTree]:
@@ -92,29 +98,43 @@ class CheckpointReader:
             arrays[_GUARD] = dataclasses.replace(guard, **arrays.get(_GUARD, {}))
         return dataclasses.replace(abstract_state, **arrays)
 
-    def restore_params(self, abstract_params: PyTree) -> PyTree:
-        """Restores the parameters alone; raises like the class.
+    def restore_params(self, abstract_params: PyTree, *, average: bool = False) -> PyTree:
+        """Restores the parameters alone, or their average; raises like the class.
 
         Weights of an objective are no part of what the model computes. They are left out if the
         checkpoint or the model has none, which was then trained with another objective.
         """
-        return self._restore(*self._params(abstract_params))["params"]
+        field = _field(average)
+        return self._restore(*self._params(abstract_params, field))[field]
 
-    def check_params(self, abstract_params: PyTree) -> None:
+    def check_params(self, abstract_params: PyTree, *, average: bool = False) -> None:
         """Raises the mismatch errors of `restore_params` without reading arrays."""
-        self._find_casts(*self._params(abstract_params))
+        self._find_casts(*self._params(abstract_params, _field(average)))
 
-    def _params(self, abstract_params: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        """Returns the stored and the abstract parameters of `restore_params`."""
+    def _params(
+        self, abstract_params: PyTree, field: str
+    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        """Returns the stored and the abstract parameters of `restore_params`.
+
+        Args:
+          abstract_params: With target shardings.
+          field: Of the train state that has them.
+        """
         tree, _ = read_tree(self.stored)
-        if "params" not in tree:
-            return {}, {"params": abstract_params}
-        stored = dict(tree["params"])
+        if field == AVERAGE and field not in tree:
+            raise UserError(
+                f"{self.stored} has no average of the parameters: it was trained with "
+                "parameter_average.type=none.\n"
+                "  What to do: set load_parameter_average=false."
+            )
+        if field not in tree:
+            return {}, {field: abstract_params}
+        stored = dict(tree[field])
         abstract = dict(abstract_params)
         if OBJECTIVE not in stored or OBJECTIVE not in abstract:
             stored.pop(OBJECTIVE, None)
             abstract.pop(OBJECTIVE, None)
-        return {"params": stored}, {"params": abstract}
+        return {field: stored}, {field: abstract}
 
     def _find_casts(self, tree: dict[str, PyTree], abstract_tree: dict[str, PyTree]) -> Casts:
         """Returns the arrays of the stored `tree` to cast; UserError if it does not fit."""

@@ -72,6 +72,7 @@ def check_compatible(stored_tree: PyTree, abstract_tree: PyTree, config_diff: Co
     Raises:
       UserError: For a mismatch.
     """
+    _check_parametrization(config_diff)
     stored = array_specs(stored_tree)
     expected = array_specs(abstract_tree)
     if problems := mismatches(stored, expected):
@@ -81,6 +82,25 @@ def check_compatible(stored_tree: PyTree, abstract_tree: PyTree, config_diff: Co
         for path, spec in expected.items()
         if stored[path].dtype != spec.dtype
     }
+
+
+def _check_parametrization(config_diff: ConfigDiff) -> None:
+    """Refuses weights of another parametrization: they have the same shapes, and other factors."""
+    if config_diff.stored is None:
+        return
+    keys = [key for key in all_keys().values() if key.section == ("model", "parametrization")]
+    # Checkpoints from before these keys are in standard form, which the defaults say.
+    stored = {key.name: config_diff.stored.get(key.name, key.default) for key in keys}
+    current = {key.name: config_diff.current.get(key.name, key.default) for key in keys}
+    if stored["parametrization"] == current["parametrization"] == "standard":
+        return
+    if differences := diff_configs(stored, current):
+        changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differences.items())
+        raise UserError(
+            f"the checkpoint was trained under another parametrization ({changed}): its weights "
+            "and moments do not fit these multipliers\n"
+            "  What to do: set these keys as they were, or start another run_name from scratch"
+        )
 
 
 def mismatches(

@@ -58,13 +58,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     model = setup.model
     state = setup.abstract_state
     plan = plan_batches(config, sharding)
-    stage = plan.stages[-1]
-    data = config.data
-    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
-    if is_registered_type(data.dataset_type):
-        with_documents = prepared_has_documents(config)
-    shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
-    batch = sharding.abstract_batch(shapes)
+    batch = sharding.abstract_batch(largest_batch(config, plan))
     lowered = sharding.lower_step(
         setup.step, state, batch, setup.compiler_options, setup.abstract_frozen
     )
@@ -78,6 +72,21 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
         lowered=lowered,
         lines=[*setup.auto_choices, *resolved.lines],
     )
+
+
+def largest_batch(config: Config, plan: BatchSchedule) -> Batch:
+    """Returns the shapes of a run's largest batch, without opening data.
+
+    Args:
+      config: Of the run.
+      plan: Its batch sizes.
+    """
+    stage = plan.stages[-1]
+    data = config.data
+    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
+    if is_registered_type(data.dataset_type):
+        with_documents = prepared_has_documents(config)
+    return batch_shapes(plan.batch_size(stage), stage.length, with_documents)
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:

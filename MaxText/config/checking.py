@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from MaxText.config import values
 from MaxText.config.merging import MergedSettings
+from MaxText.config.parametrization_rules import broken_at_base_shape
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys
@@ -130,6 +131,8 @@ def check_rules(config: Config, merged: MergedSettings, program: str | None) -> 
     for issue in broken_letters(config):
         setting = merged.last["layer_kinds"]
         broken.append(dataclasses.replace(issue, location=(setting.place,)))
+    for issue in broken_at_base_shape(config):
+        broken.append(_located(issue, ("base_shape",), merged))
     return RuleIssues(broken, unused)
 
 

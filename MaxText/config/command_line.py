@@ -46,18 +46,28 @@ model_name, environment variables M_<KEY>, key=value arguments.
 
 QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 Load = Callable[..., LoadedConfig]
+Consequences = Callable[[LoadedConfig, str], str]  # (configuration, key) -> lines, or ""
 
 
-def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load) -> LoadedConfig:
+def parse(
+    program: str,
+    arguments: Sequence[str],
+    usage: str,
+    load: Load = load,
+    consequences: Consequences = lambda loaded, name: "",
+) -> LoadedConfig:
     """Resolves the command line of a program, or answers it and exits.
 
     Args:
       program: Name as typed, such as "train.py", which selects its rules.
+      arguments: The command line without the program.
+      usage: Text for --help.
       load: (arguments, program or nothing) -> the configuration.
+      consequences: What --why prints after the value of a key and where it was set.
     """
     remaining = list(arguments)
     try:
-        if answer := _answer(program, remaining, usage, load):
+        if answer := _answer(program, remaining, usage, load, consequences):
             # Of a file's name that is not UTF-8, what can be printed.
             sys.stdout.write(answer.encode(errors="backslashreplace").decode())
             raise SystemExit(0)
@@ -246,7 +256,9 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
+def _answer(
+    program: str, remaining: list[str], usage: str, load: Load, consequences: Consequences
+) -> str:
     """Returns the answer to the first question on a command line; "" without one.
 
     Args:
@@ -255,6 +267,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
         remains is the configuration that the answer is about.
       usage: Text for --help.
       load: (arguments, program or nothing) -> the configuration.
+      consequences: As in `parse`.
 
     Raises:
       UserError: The question has no operand, or the configuration that it needs is wrong.
@@ -278,7 +291,9 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
                 return _maxtext_report(program, name, remaining)
             keys = _keys_named(name)
             loaded = _loaded(program, remaining, load)
-            return "".join(explain_value(loaded, key.name) for key in keys)
+            return "".join(
+                explain_value(loaded, key.name) + consequences(loaded, key.name) for key in keys
+            )
     return ""
 
 

@@ -30,7 +30,7 @@ class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
         """Builds it from pairs, or from a mapping of mappings such as a checkpoint records."""
         pairs = kinds.items() if isinstance(kinds, dict) else kinds
         return cls(
-            (letter, tuple((name, _hashable(value)) for name, value in dict(keys).items()))
+            (letter, tuple((name, hashable(value)) for name, value in dict(keys).items()))
             for letter, keys in pairs
         )
 
@@ -39,8 +39,9 @@ class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
         return {letter: dict(keys) for letter, keys in self}
 
 
-def _hashable(value: TypedValue) -> TypedValue:
-    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+def hashable(value: TypedValue) -> TypedValue:
+    """Returns a value with tuples in place of lists."""
+    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def parse_kinds(
@@ -89,7 +90,7 @@ def _typed_keys(
       reasons: Gets what is wrong with keys, which are then left out.
     """
     typed = []
-    for name, value in _by_key(keys):
+    for name, value in values_by_key(keys):
         try:
             typed.append((name, convert(name, value)))
         except KeyError:
@@ -99,7 +100,7 @@ def _typed_keys(
     return tuple(typed)
 
 
-def _by_key(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+def values_by_key(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields keys with their values; a mapping stands for dotted keys of a named section."""
     for name, value in keys.items():
         if isinstance(value, dict):

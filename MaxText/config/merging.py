@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, sources, values
+from MaxText.config.base_shape import parse_base_shape
 from MaxText.config.layer_plan import parse_kinds
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
 from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
 from MaxText.config.schema import (
     Key,
     all_keys,
+    keys_of_base_shape,
     keys_of_layers,
     named_sections,
     settable_names,
@@ -131,6 +133,9 @@ def converted_value(value: values.UntypedValue, key: Key) -> values.TypedValue:
     if key.name == "layer_kinds":
         layer_keys = keys_of_layers()
         return parse_kinds(value, lambda name, typed: converted_value(typed, layer_keys[name]))
+    if key.name == "base_shape":
+        sizes = keys_of_base_shape()
+        return parse_base_shape(value, lambda name, typed: converted_value(typed, sizes[name]))
     return key.convert(value)
 
 
@@ -185,6 +190,8 @@ def format_accepted(key: Key) -> str:
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN_AXES}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
+    if key.name == "base_shape":
+        return "{key: value}, with keys that set sizes of the model"
     return values.type_name(key.annotation, key.constraints)
 
 

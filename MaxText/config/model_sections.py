@@ -1,8 +1,12 @@
 """Keys of the model, one section per part."""
 
+import math
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import PlainValidator
+
+from MaxText.config.base_shape import BaseShape
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
@@ -15,7 +19,13 @@ from MaxText.config.keys import (
     Section,
     key,
 )
-from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, letters, plan_layers
+from MaxText.config.layer_plan import (
+    LayerKinds,
+    LayerPlan,
+    PipelineSchedule,
+    letters,
+    plan_layers,
+)
 from MaxText.config.layer_sections import (
     MIXERS,
     AttentionConfig,
@@ -268,6 +278,30 @@ class InitConfig(Section):
     init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
+Parametrization = Literal["standard", "mup", "completep", "hyperp"]
+DEPTH_PARAMETRIZATIONS = ("completep", "hyperp")  # with a rule for depth
+
+
+class ParametrizationConfig(Section):
+    """Transfer of hyper-parameters from a small model."""
+
+    parametrization: Parametrization = key("standard")
+    """Scaling of initial weights, learning rates, epsilons, weight decay and multipliers with the
+    sizes of the model over those of base_shape. standard: none. mup: with width (Yang et al. 2022).
+    completep: with width and depth (Dey et al. 2025). hyperp: as completep, for optimizers of fixed
+    norm, muonh and adamh (2026)."""
+    base_shape: Annotated[BaseShape, PlainValidator(BaseShape.of)] = key(
+        BaseShape(), only_if={"parametrization": OtherThan(("standard",))}
+    )
+    """Sizes of the model at which hyper-parameters were tuned, such as {base_emb_dim: 256,
+    base_mlp_dim: 1024, base_num_query_heads: 4, base_num_kv_heads: 4}; others are those of this
+    model, before global_parameter_scale."""
+    depth_exponent: float = key(
+        1.0, ge=0.5, le=1.0, only_if={"parametrization": [*DEPTH_PARAMETRIZATIONS]}
+    )
+    """a of the depth rule: residual branches are multiplied by (layers / base layers)^-a."""
+
+
 Quantization = Literal["", "int8", "fp8"]
 
 
@@ -354,6 +388,7 @@ class ModelConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     dropout: DropoutConfig = DropoutConfig()
     initialization: InitConfig = InitConfig()
+    parametrization: ParametrizationConfig = ParametrizationConfig()
     numerics: NumericsConfig = NumericsConfig()
     memory: MemoryConfig = MemoryConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -419,6 +454,82 @@ class ModelConfig(Section):
         if mlp_dim is not None:
             dimensions = dimensions._replace(mlp_dim=mlp_dim)
         return LayerConfig(config, dimensions)
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether nothing is scaled with the sizes of the model (parametrization=standard)."""
+        return self.parametrization.parametrization == "standard"
+
+    @property
+    def at_base_shape(self) -> "ModelConfig":
+        """The model with the sizes of base_shape, but as many layers, in standard form."""
+        num_layers = self.shape.dimensions.num_layers
+        sizes = {"global_parameter_scale": 1} | dict(self.parametrization.base_shape)
+        standard = {"parametrization": "standard", "base_shape": BaseShape()}
+        return self.with_values(sizes | standard | {"base_num_decoder_layers": num_layers})
+
+    @property
+    def has_depth_rule(self) -> bool:
+        """Whether its parametrization scales with depth, too."""
+        return self.parametrization.parametrization in DEPTH_PARAMETRIZATIONS
+
+    @property
+    def depth_ratio(self) -> float:
+        """Layers over those of base_shape, for a parametrization with a rule for depth; else 1."""
+        if not self.has_depth_rule:
+            return 1.0
+        return self.shape.dimensions.num_layers / self.num_base_layers
+
+    @property
+    def num_base_layers(self) -> int:
+        """Layers of the model of base_shape."""
+        sizes = self.parametrization.base_shape.as_dict()
+        return sizes.get("base_num_decoder_layers", self.shape.base_num_decoder_layers)
+
+    @property
+    def with_multipliers(self) -> "ModelConfig":
+        """The standard form of the model: what its parametrization multiplies is in other keys.
+
+        Scores are multiplied by sqrt(base head_dim) / head_dim instead of head_dim^-1/2, logits of
+        a tied head by base width / width (Yang et al. 2022, appendix B.1 and table 8), branches by
+        depth_ratio^-depth_exponent (Dey et al. 2025, table 1). Products with sqrt(emb_dim) of the
+        embedding and of logits have that of base_shape.
+        """
+        if self.is_standard:
+            return self
+        base = self.at_base_shape
+        width_ratio = self.shape.dimensions.emb_dim / base.shape.dimensions.emb_dim
+        depth_factor = self.depth_ratio**-self.parametrization.depth_exponent
+        head = self.head
+        embedding = self.embedding
+        logits_divisor = 1.0
+        if head.logits_via_embedding:
+            is_divided = head.normalize_embedding_logits  # by the root of the width already
+            logits_divisor = math.sqrt(width_ratio) if is_divided else width_ratio
+        embedding_factor = 1.0 / math.sqrt(width_ratio) if embedding.scale_embedding else 1.0
+        scale = _score_scale(LayerConfig(self, self.shape.dimensions), base)
+        base_kinds = base.block.layer_kinds.as_dict()
+        kinds = {}
+        for letter, letter_keys in self.block.layer_kinds:
+            base_of_letter = base.layer(base_kinds.get(letter, {})).config
+            own_keys = dict(letter_keys)
+            own_scale = _score_scale(self.layer(own_keys), base_of_letter)
+            if own_scale != scale:
+                own_keys["attention_scale"] = own_scale
+            if "residual_multiplier" in own_keys:
+                own_keys["residual_multiplier"] *= depth_factor
+            kinds[letter] = own_keys
+        return self.with_values(
+            {
+                "parametrization": "standard",
+                "base_shape": BaseShape(),
+                "attention_scale": scale,
+                "layer_kinds": LayerKinds.of(kinds),
+                "logits_scaling": head.logits_scaling * logits_divisor,
+                "embedding_multiplier": embedding.embedding_multiplier * embedding_factor,
+                "residual_multiplier": self.block.residual_multiplier * depth_factor,
+            }
+        )
 
     @property
     def connection(self) -> str:
@@ -529,6 +640,29 @@ class ModelConfig(Section):
         connection_type = self.block.connection_type
         chosen = "dense_conn=true" if connection_type == "auto" else f"{connection_type=!s}"
         return f"with {chosen} each layer reads another number of outputs"
+
+
+def _score_scale(layer: "LayerConfig", base: ModelConfig) -> float | None:
+    """Returns attention_scale of a layer so that scores of wider heads stay as large.
+
+    Args:
+      layer: The layer, whose head_dim may be larger than that of the base.
+      base: The keys of the layer at base_shape.
+    """
+    scale = layer.config.attention.attention_scale
+    head_dim = _score_width(layer)
+    base_dim = _score_width(LayerConfig(base, base.shape.dimensions))
+    if head_dim == base_dim:
+        return scale
+    return (base_dim**-0.5 if scale is None else scale) * base_dim / head_dim
+
+
+def _score_width(layer: "LayerConfig") -> int:
+    """Returns the width of the products of queries and keys of a layer."""
+    if layer.config.block.mixer != "latent_attention":
+        return layer.dimensions.head_dim
+    latent = layer.config.attention.latent_attention
+    return latent.qk_nope_head_dim + latent.qk_rope_head_dim
 
 
 class LayerConfig(NamedTuple):

@@ -1,8 +1,8 @@
 """Rules about combinations of keys: the record of a rule, and the decorator that registers one.
 
 A rule is a function of the whole configuration. It returns the issue that it found, or None. The
-rules themselves are in model_rules.py and rules.py; checking.py applies them and adds to each issue
-where its keys were set.
+rules themselves are in model_rules.py, parametrization_rules.py and rules.py; checking.py applies
+them and adds to each issue where its keys were set.
 
 A rule is skipped if one of its keys already has a problem. Rules that need the number of devices
 are checked where it is known.

@@ -526,13 +526,38 @@ def _start_is_named_once(config: Config) -> ConfigIssue | None:
 @rule("growth.opt_state", "opt_type")
 def _warmed_moments_exist(config: Config) -> ConfigIssue | None:
     opt_type = config.optimizer.opt_type
-    if config.checkpoint.growth.opt_state != "warmed" or opt_type in ("adamw", "muon"):
+    has_second_moments = opt_type in ("adamw", "muon", "adamh", "muonh")
+    if config.checkpoint.growth.opt_state != "warmed" or has_second_moments:
         return None
     return ConfigIssue(
         message="growth.opt_state=warmed needs Adam's second moments, which opt_type="
         f"{opt_type} does not have",
         remedies=("growth.opt_state=reused", "growth.opt_state=zeroed"),
         keys=("growth.opt_state", "opt_type"),
+    )
+
+
+@rule("opt_type", "optax_name")
+def _optax_rule_is_named(config: Config) -> ConfigIssue | None:
+    if config.optimizer.opt_type != "optax" or config.optimizer.optax_name:
+        return None
+    return ConfigIssue(
+        message="opt_type=optax needs the name of a rule of optax in optax_name",
+        remedies=("optax_name=adopt", "optax_name=ademamix"),
+        keys=("opt_type", "optax_name"),
+    )
+
+
+@rule("parameter_average.type", "parameter_average.start_step", "steps")
+def _average_starts_in_the_run(config: Config) -> ConfigIssue | None:
+    average = config.optimizer.parameter_average
+    if average.type == "none" or average.start_step < config.run.steps:
+        return None
+    return ConfigIssue(
+        message=f"parameter_average.start_step={average.start_step} is not before the end of the "
+        f"run, steps={config.run.steps}, so that nothing would be averaged",
+        remedies=(f"parameter_average.start_step={config.run.steps * 9 // 10}",),
+        keys=("parameter_average.start_step", "steps"),
     )
 
 

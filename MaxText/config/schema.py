@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from MaxText.config import data_sections, model_sections, training_sections, values
+from MaxText.config.base_shape import BaseShape
 from MaxText.config.keys import (
     Conditions,
     NamedSection,
@@ -352,6 +353,11 @@ _OF_ALL_LAYERS = (
 )
 
 
+_SIZE_TYPES = (int, int | None)
+# What stays the same over widths.
+_NOT_OF_BASE_SHAPE = ("global_parameter_scale", "vocab_size", "max_target_length")
+
+
 def keys_of_layers() -> dict[str, Key]:
     """Returns the keys that layer_kinds can set for single layers."""
     return {
@@ -369,6 +375,17 @@ def _is_of_layer(key: Key) -> bool:
     return key.section[:1] == ("model",) and key.section[1] in _OF_LAYERS
 
 
+def keys_of_base_shape() -> dict[str, Key]:
+    """Returns the keys that base_shape can set: numbers that are sizes of the model."""
+    return {
+        name: key
+        for name, key in all_keys().items()
+        if (_is_of_layer(key) or key.section == ("model", "shape"))
+        and key.annotation in _SIZE_TYPES
+        and name not in _NOT_OF_BASE_SHAPE
+    } | {"layer_kinds": all_keys()["layer_kinds"]}
+
+
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
     """Returns the keys grouped by the path of their section."""
     groups: dict[tuple[str, ...], list[Key]] = {}
@@ -380,7 +397,7 @@ def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
 def flatten(config: Config) -> dict[str, Any]:
     """Returns the values of a configuration by key."""
     return {
-        name: value.as_dict() if isinstance(value, LayerKinds) else value
+        name: value.as_dict() if isinstance(value, LayerKinds | BaseShape) else value
         for name, value in config.values_by_key().items()
     }
 

@@ -99,11 +99,44 @@ class AdafactorConfig(NamedSection):
     momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).")
 
 
-_FIRST_MOMENT = {"opt_type": ["adamw", "lion", "muon"]}
+_SOAP = {"opt_type": "soap"}
+
+
+class SoapConfig(NamedSection):
+    """Settings of SOAP (Vyas et al. 2025); its moments have adam_b1, adam_b2 and adam_eps."""
+
+    ONLY_IF = _SOAP
+
+    beta: Fraction = key(0.95, "Decay rate of the statistics whose eigenvectors are the basis.")
+    frequency: Count = key(10, "Steps between updates of the basis.", unit="steps")
+    max_side: Count = key(10_000)
+    """Sides of a matrix that are longer keep their own basis (max_precond_dim)."""
+
+
+_AVERAGING = {"parameter_average.type": ["ema", "mean"]}
+
+
+class ParameterAverageConfig(NamedSection):
+    """Average of the parameters over the last steps, kept, saved and evaluated beside them."""
+
+    type: Literal["none", "ema", "mean"] = key("none")
+    """ema: exponential moving average. mean: of all steps since start_step. It needs memory for
+    another copy of the parameters in float32."""
+    start_step: Natural = key(0, unit="steps", only_if=_AVERAGING)
+    """First averaged step; until then, the average is the parameters."""
+    horizon: Count = key(100, unit="steps", only_if={"parameter_average.type": "ema"})
+    """Steps that an ema looks back: each has the weight 1 / horizon, the first ones that of a
+    mean."""
+
+
+_MUON = ["muon", "normuon", "muonh"]
+_SCALED_MUON = {"opt_type": ["muon", "normuon"]}
+_ADAM = ["adamw", "muon", "normuon", "muonh", "adamh", "soap"]
+_FIRST_MOMENT = {"opt_type": [*_ADAM, "lion"]}
 
 
 class OptimizerConfig(Section):
-    """Optimizer."""
+    """Optimizer (docs/reference/optimizers.md)."""
 
     opt_type: Annotated[str, Name("optimizer")] = key("adamw")
     """Optimizer, by the name of a registered part."""
@@ -111,9 +144,9 @@ class OptimizerConfig(Section):
     """Decay rate of the first moment."""
     adam_b2: Fraction = key(0.95, only_if=_FIRST_MOMENT)
     """Decay rate of the second moment."""
-    adam_eps: NonNegative = key(1e-8, only_if={"opt_type": ["adamw", "muon"]})
+    adam_eps: NonNegative = key(1e-8, only_if={"opt_type": _ADAM})
     """Epsilon added outside the square root."""
-    adam_eps_root: NonNegative = key(0.0, only_if={"opt_type": ["adamw", "muon"]})
+    adam_eps_root: NonNegative = key(0.0, only_if={"opt_type": _ADAM})
     """Epsilon added inside the square root."""
     adam_bias_correction: bool = key(True, only_if={"opt_type": "adamw"})
     """Correct the bias of both moments (Kingma and Ba 2015, section 3). GPT-Neo's Adam does not."""
@@ -123,19 +156,53 @@ class OptimizerConfig(Section):
     """Regular expressions of parameter names without weight decay; empty decays all."""
     weight_decay_overrides: tuple[tuple[str, float], ...] = key(())
     """Pairs [name regex, decay] that override adam_weight_decay; the first match wins."""
+    cautious_weight_decay: bool = key(False)
+    """Decay only elements that the update moves toward 0 (Chen et al. 2025)."""
     learning_rate_overrides: tuple[tuple[str, float], ...] = key(())
     """Pairs [name regex, multiplier] of the learning rate; the first match wins."""
     trainable_parameters_mask: tuple[str, ...] = key(())
     """Regular expressions of parameter names to train; empty trains all."""
     mu_dtype: Literal["", "float32", "bfloat16"] = key("", only_if=_FIRST_MOMENT)
     """Dtype of the first moment; empty is weight_dtype."""
-    muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
+    nu_dtype: Literal["", "float32", "bfloat16"] = key("", only_if={"opt_type": _ADAM})
+    """Dtype of the second moment; empty is weight_dtype. bfloat16 is rounded stochastically: to
+    the nearest, a moment would never change by less than 1/256 of it."""
+    stochastic_rounding: bool = key(False, only_if={"weight_dtype": "bfloat16"})
+    """Round updated weights stochastically, so that updates smaller than their last digit count on
+    average."""
+    muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": _MUON})
+    muon_coefficients: Literal["standard", "polar_express"] = key(
+        "standard", only_if={"opt_type": _MUON}
+    )
+    """Coefficients of the five Newton-Schulz iterations: Jordan's, or those of Amsel et al. 2025,
+    which come closer to orthogonal matrices at the same cost."""
+    muon_scale: Literal["consistent_rms", "original", "spectral"] = key(
+        "consistent_rms", only_if=_SCALED_MUON
+    )
+    """Factor of an orthogonal update [in, out]: muon_consistent_rms sqrt(max(in, out)), sqrt(max(1,
+    out/in)) (Jordan et al. 2024), or sqrt(out/in)."""
+    muon_consistent_rms: Positive | None = key(0.2, only_if=_SCALED_MUON)
+    """Root mean square of updates with muon_scale=consistent_rms; 0.2 is that of AdamW's. null, the
+    default of MaxText, is muon_scale=original."""
+    muon_use_all_to_all: bool = key(True, only_if={"opt_type": _MUON})
+    """Orthogonalize whole matrices, each on one device, where the mesh divides the layers. Does not
+    change the result."""
+    normuon_beta2: Fraction = key(0.95, only_if={"opt_type": "normuon"})
+    """Decay rate of the mean square of each output's updates."""
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
-    nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", "muon"]})
+    nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", *_MUON]})
     adafactor: AdafactorConfig = AdafactorConfig()
+    soap: SoapConfig = SoapConfig()
+    optax_name: str = key("", only_if={"opt_type": "optax"})
+    """Rule of optax or optax.contrib, scale_by_<name>: adopt, ademamix, lion, adan, radam, ..."""
+    optax_options: tuple[tuple[str, float | bool | str], ...] = key(
+        (), only_if={"opt_type": "optax"}
+    )
+    """Pairs [argument, value] of that function, for example [[b1,0.9],[b2,0.999]]."""
     gradient_clipping_threshold: NonNegative = key(1.0, "Gradient clipping threshold; 0 disables.")
     gradient_clipping_type: Literal["global_norm", "value"] = key("global_norm")
     """Clip by the global norm or each element by value."""
+    parameter_average: ParameterAverageConfig = ParameterAverageConfig()
     parts: OptimizerParts = OptimizerParts()
 
 
@@ -172,6 +239,13 @@ class ScheduleConfig(Section):
     learning_rate_decay: LearningRateDecayConfig = LearningRateDecayConfig()
     wsd_decay_steps_fraction: Share = key(0.1, only_if={"lr_schedule_type": "wsd"})
     """Fraction of the schedule spent on decay."""
+    weight_decay_schedule_type: Literal["constant", "linear", "cosine"] = key("constant")
+    """Factor of the weight decay: 1, or from 1 at step 0 to weight_decay_final_fraction at
+    learning_rate_schedule_steps. Decay is multiplied by the learning rate as well."""
+    weight_decay_final_fraction: Share = key(
+        0.0, only_if={"weight_decay_schedule_type": ["linear", "cosine"]}
+    )
+    """Final weight decay as a fraction of the initial one."""
 
     @property
     def num_warmup_steps(self) -> int:
@@ -348,6 +422,9 @@ class CheckpointingConfig(Section):
     """Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging
     Face). Those of a model with fewer slots or layers grow
     (docs/how-to/train_and_grow_tokenformer.md)."""
+    load_parameter_average: bool = key(False)
+    """Take the average of the parameters (parameter_average) from a checkpoint in place of the
+    parameters: of load_parameters_path, or what eval.py and decode.py read."""
     load_full_state_path: str = key("")
     """Start from the parameters, optimizer state and step of another run."""
     growth: GrowthConfig = GrowthConfig()
@@ -362,6 +439,9 @@ class EvaluationConfig(Section):
     step; -1 disables."""
     eval_steps: CountOrAuto = key(-1, unit="batches")
     """Batches per evaluation; -1 is the whole split."""
+    eval_half: Literal["all", "first", "second"] = key("all")
+    """Sequences of the evaluation split to use: all, or one half, in their order. arena.py judges
+    candidates on the first half, and its final keeper on the second."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
     """Sequences per device; 0 is per_device_batch_size."""
     target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})

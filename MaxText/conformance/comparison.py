@@ -1,8 +1,6 @@
-"""Comparison of parameter and gradient trees, and counts of operations."""
+"""Comparison of parameter and gradient trees."""
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -56,25 +54,3 @@ def describe_difference(
         if not error <= gradient_tolerance:
             return f"the gradient of {name} differs by {error:.1e} of its largest number"
     return None
-
-
-def matmul_flops(jaxpr: Any) -> int:
-    """Returns the matrix product FLOPs of a jaxpr, with scans multiplied out."""
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            lhs = equation.invars[0].aval.shape
-            outputs = math.prod(equation.outvars[0].aval.shape)
-            total += 2 * outputs * math.prod(lhs[dimension] for dimension in contracted)
-        if equation.primitive.name == "ragged_dot_general":
-            # Each row of the left times one matrix, or rows of both sides contracted.
-            lhs = equation.invars[0].aval
-            outputs = equation.outvars[0].aval
-            total += 2 * lhs.size * outputs.shape[-1]
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += times * matmul_flops(inner)
-    return total

@@ -14,7 +14,7 @@ from flax import traverse_util
 
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import MeshConfig
-from MaxText.conformance.comparison import matmul_flops
+from MaxText.cost.jaxpr_operations import count_operations
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
@@ -112,7 +112,8 @@ class Subject:
     def operations(self) -> list[int]:
         """Matrix product FLOPs of both losses with their gradients."""
         calls = [equation.params for equation in self.traced.jaxpr.eqns]
-        return [matmul_flops(call["jaxpr"].jaxpr) for call in calls if call.get("name") == "loss"]
+        losses = [call["jaxpr"].jaxpr for call in calls if call.get("name") == "loss"]
+        return [count_operations(jaxpr).matmul_flops for jaxpr in losses]
 
     @functools.cached_property
     def outputs(self) -> Outputs:

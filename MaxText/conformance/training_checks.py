@@ -18,7 +18,7 @@ from MaxText.conformance.subject import Subject, random_batch
 from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import TrainStep, make_initialize, make_train_step
 
@@ -32,9 +32,11 @@ def make_trainer(config: Config) -> tuple[Model, Callable[[jax.Array], TrainStat
     """Returns a model, its train state initializer and its train step."""
     model = Model(config.model)
     schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    step = make_train_step(model, optimizer, schedule)
-    return model, make_initialize(model, optimizer), step
+    decay_schedule = weight_decay_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters, decay_schedule)
+    averaging = config.optimizer.parameter_average
+    step = make_train_step(model, optimizer, schedule, optimizer_config=config.optimizer)
+    return model, make_initialize(model, optimizer, averaging=averaging), step
 
 
 def initialization(subject: Subject) -> str | None:

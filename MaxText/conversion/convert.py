@@ -16,6 +16,7 @@ from MaxText.config.loading import load
 from MaxText.config.schema import dotted, flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
+from MaxText.conversion.folding import fold_multipliers
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
@@ -92,7 +93,7 @@ def _open(request: ConvertArgs, log: Log) -> _Source:
         config = load(request.arguments).config if request.config_file else None
         if config is None:
             import_modules.collect(request.arguments)
-        weights = RunWeights(request.source, config)
+        weights = RunWeights(request.source, config, average=request.average)
         for warning in import_modules.changes(weights.metadata):
             log(warning)
         return _Source(weights, {}, weights.metadata.get("hugging_face") or {})
@@ -137,13 +138,14 @@ def _to_folder(request: ConvertArgs, source: _Source, log: Log) -> None:
     """Writes a Hugging Face folder with the weights and the tokenizer."""
     weights = source.weights
     record = source.record
-    folded, zoom_note = hf_export.fold_zoom_into_values(weights)
+    standard, multipliers_note = fold_multipliers(weights)
+    folded, zoom_note = hf_export.fold_zoom_into_values(standard)
     imported_as = hf_config.lookup_family(record.get("config") or {})
     family = hf_config.find_family(folded.config, request.family, imported_as)
     if request.verify:
         hf_export.check_verifiable(family, folded.config)
-    if zoom_note:
-        log(zoom_note)
+    for note in filter(None, (multipliers_note, zoom_note)):
+        log(note)
     tokenizer = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)

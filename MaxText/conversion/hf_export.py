@@ -200,7 +200,7 @@ _NO_ZOOM = {"zoom_dim": 0.0} | {
 
 
 class FoldedWeights(WeightSource):
-    """Weights with value slots scaled by `factors` (by parameter name)."""
+    """Weights that are multiplied by `factors` (by parameter name), with another configuration."""
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         super().__init__(config)
@@ -328,6 +328,9 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     model = getattr(transformers, kind).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
+    if hasattr(model, "set_experts_implementation"):  # of transformers 5
+        # Its default, a grouped product, refuses experts whose width is no multiple of 16 bytes.
+        model.set_experts_implementation("eager")
     with torch.no_grad():
         ids = torch.from_numpy(tokens.astype(np.int64))
         return model.eval()(input_ids=ids).logits.numpy()

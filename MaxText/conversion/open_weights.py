@@ -48,17 +48,18 @@ def open_pretrained(
         return _open_hf(path, key, abstract_params, config_flat, log)
     stored = checkpoint_files.resolve_checkpoint(path, key)
     reader = CheckpointReader(stored, config_flat, log)
+    average = bool(config_flat.get("load_parameter_average"))
     with corruption_as_user_error(stored, key):
-        reader.check_params(abstract_params)
+        reader.check_params(abstract_params, average=average)
 
     def read() -> PyTree:
         with corruption_as_user_error(stored, key):
-            params = reader.restore_params(abstract_params)
+            params = reader.restore_params(abstract_params, average=average)
         _require_finite(params, f"{key}={stored}")
         return params
 
     return InitialWeights(
-        source=f"parameters of {stored}",
+        source=f"{'average of the parameters' if average else 'parameters'} of {stored}",
         metadata=stored.try_metadata(),
         folder=str(stored),
         step=stored.step,

@@ -29,6 +29,7 @@ _BELONG_TO = {
     "max_shard_size": "to hf",
     "tokenizer": "to hf",
     "query_scaling": "from maxtext",
+    "average": "from run",
 }
 
 
@@ -79,6 +80,9 @@ class ConvertOptions:
         metavar="SIZE",
     )
     tokenizer: str = option("", "Tokenizer to export; default: that of the run's data set.")
+    average: bool = option(
+        False, "Take the average of a run's parameters (parameter_average) in place of these."
+    )
     query_scaling: str = option("", "Of MaxText checkpoints.", choices=("weights", "model"))
     export: str = option("", "Write the forward pass as one file.", choices=("stablehlo",))
     length: CountOrAuto = option(

@@ -11,7 +11,7 @@ from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.checkpoint_reader import read_arrays, read_tree
+from MaxText.checkpointing.checkpoint_reader import AVERAGE, read_arrays, read_tree
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
@@ -20,6 +20,7 @@ from MaxText.errors import UserError
 from MaxText.training.backend_defaults import abstract_model
 
 PARAMS = "params/"
+_AVERAGE = f"{AVERAGE}/"  # parameter_average
 _MAX_LINES = 20
 
 
@@ -142,15 +143,21 @@ class LazyCheckpointReader:
       params: Those of the parameters, by name, such as "decoder_norm/scale".
     """
 
-    def __init__(self, folder: epath.Path):
-        """Reads the tree metadata; UserError if unreadable or altered."""
+    def __init__(self, folder: epath.Path, prefix: str = PARAMS):
+        """Reads the tree metadata; UserError if unreadable or altered.
+
+        Args:
+          folder: The items of a checkpoint.
+          prefix: What precedes the names of parameters in the paths of `params`.
+        """
+        self._prefix = prefix
         self._stored = checkpoint_files.StoredCheckpoint(folder, None)
         with corruption_as_user_error(folder):
             tree, self.leaves = read_tree(self._stored)
         entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         self._paths = [compatibility.leaf_path(path) for path, _ in entries]
-        params = {path: leaf for path, leaf in self.leaves.items() if path.startswith(PARAMS)}
-        self.params = {path.removeprefix(PARAMS): leaf for path, leaf in params.items()}
+        params = {path: leaf for path, leaf in self.leaves.items() if path.startswith(prefix)}
+        self.params = {path.removeprefix(prefix): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
         """Returns one array by its path; UserError for damage, or weights that are not finite."""
@@ -165,7 +172,7 @@ class LazyCheckpointReader:
             array = np.asarray(arrays[index])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
-        if path.startswith(PARAMS):
+        if path.startswith(self._prefix):
             require_finite(array, path, self._stored)
         return array
 
@@ -173,12 +180,13 @@ class LazyCheckpointReader:
 class RunWeights(WeightSource):
     """Weights of a checkpoint (checkpoint_files.resolve_checkpoint)."""
 
-    def __init__(self, path: str, config: Config | None = None):
+    def __init__(self, path: str, config: Config | None = None, *, average: bool = False):
         """Reads names and shapes of a run, its checkpoints, a step or its items.
 
         Args:
           path: The folder.
           config: The configuration, for a checkpoint without one.
+          average: Whether to take the average of the parameters (parameter_average).
 
         Raises:
           UserError: For a missing, unreadable or mismatched checkpoint.
@@ -196,7 +204,13 @@ class RunWeights(WeightSource):
             check_recorded(flat, shown_source)
             config = schema.unflatten(flat)
         super().__init__(config)
-        self._arrays = LazyCheckpointReader(self.stored.items)
+        self._prefix = _AVERAGE if average else PARAMS
+        self._arrays = LazyCheckpointReader(self.stored.items, self._prefix)
+        if average and not self._arrays.params:
+            raise UserError(
+                f"{self.stored} has no average of the parameters: it was trained with "
+                "parameter_average.type=none. Leave out --average."
+            )
         check_arrays(
             self._arrays.params,
             {name: spec.shape for name, spec in self.model.parameters.items()},
@@ -208,4 +222,4 @@ class RunWeights(WeightSource):
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter, all layers stacked; UserError for damage."""
-        return self._arrays.read(PARAMS + name)
+        return self._arrays.read(self._prefix + name)

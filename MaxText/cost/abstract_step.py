@@ -6,7 +6,7 @@ Legend: B sequences, T tokens.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -33,7 +33,7 @@ from MaxText.parallelism.mesh import (
 )
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.step import make_initialize
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -238,7 +238,6 @@ def _fake_devices(hardware: Hardware) -> tuple[FakeDevice, ...]:
 
 @cached
 def cached_model(model_config: ModelConfig) -> Model:
-    """Returns the model of a configuration without `auto` values."""
     """Returns a model with abstract parameters, cached by its configuration."""
     return Model(model_config)
 
@@ -248,8 +247,13 @@ def _optimizer_and_shapes(
     model_config: ModelConfig, config: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
 ) -> tuple[optax.GradientTransformation, Any]:
     model = cached_model(model_config)
-    optimizer = make_optimizer(config, learning_rate_schedule(schedule), model.parameters)
-    initialize = make_initialize(model, optimizer, guard)
+    optimizer = make_optimizer(
+        config,
+        learning_rate_schedule(schedule),
+        model.parameters,
+        weight_decay_schedule(schedule),
+    )
+    initialize = make_initialize(model, optimizer, guard, config.parameter_average)
     return optimizer, jax.eval_shape(initialize, jax.random.key(0))
 
 
@@ -261,20 +265,28 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         axis = f"activation_{axis}"
         return sharding.named_sharding((axis,), (size,)).shard_shape((size,))[0]
 
+    def shares(sizes: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+        sizes_by_key = {key: share(axis, size) for key, (axis, size) in sizes.items()}
+        heads = [sizes_by_key[key] for key, (axis, _) in sizes.items() if axis == "heads"]
+        for key, (axis, _) in sizes.items():
+            # If heads of keys, or groups, are not sharded, a device uses those of its own heads.
+            if axis == "kv_heads" and heads and heads[0] % sizes_by_key[key]:
+                sizes_by_key[key] = heads[0]
+        return sizes_by_key
+
     def sizes_of(layer: LayerConfig) -> dict[str, int]:
         d = layer.dimensions
-        heads = share("heads", d.num_query_heads)
-        kv_heads = share("kv_heads", d.num_kv_heads)
+        attention_heads = {
+            "base_num_query_heads": ("heads", d.num_query_heads),
+            "base_num_kv_heads": ("kv_heads", d.num_kv_heads),
+        }
         sizes_by_key = {
-            "base_num_query_heads": heads,
-            # If key heads are not sharded, a device uses those of its own queries.
-            "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
+            **shares(attention_heads),
             "head_dim": d.head_dim,
             "base_mlp_dim": share("mlp", d.mlp_dim),
         }
         for part in layer.parts:
-            for key, (axis, size) in part.sharded_sizes(layer).items():
-                sizes_by_key[key] = share(axis, size)
+            sizes_by_key |= shares(part.sharded_sizes(layer))
         return sizes_by_key
 
     d = model_config.shape.dimensions
@@ -284,6 +296,7 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         for letter, keys in model_config.block.layer_kinds
     }
     model_sizes = {
+        "parametrization": "standard",
         "global_parameter_scale": 1,
         "base_emb_dim": d.emb_dim,
         "base_num_decoder_layers": d.num_layers // sharding.mesh.shape["stage"],

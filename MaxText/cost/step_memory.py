@@ -265,7 +265,16 @@ def _update_bytes(program: Program) -> float:
     alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
         state, program.model.parameters
     )
+    param_shapes = {leaf.shape for leaf in jax.tree.leaves(state.params)}
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 0]
     leaves, structure = jax.tree.flatten((state.params, state.opt_state))
+    if any(leaf.shape not in param_shapes for leaf in moments):
+        # Statistics of whole arrays do not fit shards: a device has its share of the temporaries.
+        whole = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        share = _bytes(state.params, plain_size) / sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)
+        )
+        return share * _bytes_of_update(optimizer, structure, whole, program.platform)
     shardings = jax.tree.leaves((alike.params, alike.opt_state))
     shards = tuple(
         (named.shard_shape(leaf.shape), leaf.dtype)

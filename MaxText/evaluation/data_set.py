@@ -47,12 +47,22 @@ def _score_step(
       count_correct: Whether to count the targets that are the argmax, too.
     """
     sums = objective_sums(model, params, batch, frozen=frozen, count_correct=count_correct)
+    return sums | count_targets(batch, byte_counts)
+
+
+def count_targets(batch: Batch, byte_counts: TokenByteCounts) -> dict[str, jax.Array]:
+    """Returns the number of targets of a batch and of their UTF-8 bytes, int32.
+
+    Args:
+      batch: Arrays [B, T].
+      byte_counts: Of each id.
+    """
     counts_V, has_dummy_prefix_V = byte_counts
     bytes_BT = counts_V[batch.targets_BT]
     # A text that follows a control id begins with a space that the tokenizer added.
     added_spaces_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
     is_target_BT = batch.loss_mask_BT > 0
-    return sums | {
+    return {
         "targets": jnp.sum(is_target_BT, dtype=jnp.int32),
         "bytes": jnp.sum(jnp.where(is_target_BT, bytes_BT - added_spaces_BT, 0), dtype=jnp.int32),
     }
@@ -130,7 +140,7 @@ def _score_source(
     shard = BatchShard(index=jax.process_index(), count=jax.process_count())
     batches = open_source_batches(config, source, step.batch_size, shard, log)
     byte_counts, reason = text_bytes.byte_counts(source)
-    device_byte_counts = _replicated_byte_counts(byte_counts, trained)
+    device_byte_counts = replicated_byte_counts(byte_counts, trained)
     progress = log_progress(f"{name} (batches)", log)
 
     def outputs() -> Iterator[dict[str, jax.Array]]:
@@ -151,7 +161,8 @@ def _score_source(
         num_bytes, reason = text_bytes.from_manifest(
             source,
             num_targets,
-            is_whole_split=config.evaluation.eval_steps == -1,
+            is_whole_split=config.evaluation.eval_steps == -1
+            and config.evaluation.eval_half == "all",
             reason=reason,
         )
     return SourceScore(
@@ -169,7 +180,7 @@ def _score_source(
     )
 
 
-def _replicated_byte_counts(
+def replicated_byte_counts(
     byte_counts: TokenByteCounts | None, trained: TrainedModel
 ) -> TokenByteCounts:
     """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""

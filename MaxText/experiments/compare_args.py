@@ -43,7 +43,7 @@ _SOLVED_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
 
-_TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _items(text: str) -> list[str]:
@@ -208,7 +208,7 @@ def _issue(message: str, argument: str = "", **facts: str) -> ConfigIssue:
 
 def _parse_budget(text: str, match: Match) -> float:
     """Returns a budget in the unit of `match`; raises ValueError."""
-    return parse_amount(text, _TIME_SUFFIXES if match == "time" else COUNT_SUFFIXES)
+    return parse_amount(text, TIME_SUFFIXES if match == "time" else COUNT_SUFFIXES)
 
 
 def _key_issues(arguments: Sequence[str]) -> list[ConfigIssue]:

@@ -1,5 +1,8 @@
 """Results of a comparison: table, findings and CSV files.
 
+Configurations are compared by their validation loss, or, if the data have labels (probes), by the
+share of labels that they predict.
+
 An arm is a configuration file with one value of each swept key that is not a number. Its variants
 differ in swept numbers, such as the learning rate.
 """
@@ -44,6 +47,9 @@ DIVERGED = "diverged"
 FINISHED = (COMPLETED, DIVERGED)
 _LABELS_OF_TITLE = 3  # more would not fit on a line
 _EQUAL = 0.02  # largest relative deviation that counts as equal, as the default tolerance
+# Accuracies, in every seed, from which a probe counts as solved, and up to which as failed.
+SOLVED = 0.99
+FAILED = 0.5
 
 
 class RunResult(NamedTuple):
@@ -64,6 +70,7 @@ class RunResult(NamedTuple):
     loss_kind: str = ""  # of validation_loss; see RunHistory.loss_kind
     validation_lm_loss: float | None = None  # cross entropy in nats per token, beside any objective
     lm_loss_kind: str = ""  # see RunHistory.lm_loss_kind
+    validation_accuracy: float | None = None  # of labels; None if the data have none
 
     @property
     def has_lm_loss(self) -> bool:
@@ -82,17 +89,47 @@ class ConfigResults(NamedTuple):
     label: str
     results: tuple[RunResult, ...]
     by_lm_loss: bool = False  # whether losses are cross entropies beside different objectives
+    by_accuracy: bool = False  # whether configurations are compared by the accuracy of labels
 
     @property
     def losses(self) -> dict[int, float]:
         """Validation losses of completed runs by seed."""
-        loss_by_seed = {result.seed: result.validation_loss for result in self.results}
-        return {seed: loss for seed, loss in loss_by_seed.items() if loss is not None}
+        return self._by_seed("validation_loss")
 
     @property
     def loss(self) -> Estimate:
         """Validation loss over the seeds."""
         return Estimate.of(list(self.losses.values()))
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """Accuracies of the labels of completed runs by seed; empty without labels."""
+        return self._by_seed("validation_accuracy")
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Accuracy of the labels over the seeds."""
+        return Estimate.of(list(self.accuracies.values()))
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """What configurations are compared by, by seed."""
+        return self.accuracies if self.by_accuracy else self.losses
+
+    @property
+    def outcome(self) -> str:
+        """Whether all seeds solved or failed a probe."""
+        accuracies = self.accuracies.values()
+        if not accuracies:
+            return formatting.ABSENT
+        if min(accuracies) >= SOLVED and not self.diverged:
+            return "solved"
+        return "failed" if max(accuracies) <= FAILED else "between"
+
+    def _by_seed(self, name: str) -> dict[int, float]:
+        """Returns a field of the completed runs by seed."""
+        value_by_seed = {result.seed: getattr(result, name) for result in self.results}
+        return {seed: value for seed, value in value_by_seed.items() if value is not None}
 
     @property
     def loss_kind(self) -> str:
@@ -170,6 +207,7 @@ def summarize(chain: StageSequence, records: Sequence[RunHistory]) -> RunResult:
         loss_kind=final.loss_kind,
         validation_lm_loss=final.final_lm_loss if final.state == COMPLETED else None,
         lm_loss_kind=final.lm_loss_kind,
+        validation_accuracy=final.final_accuracy if final.state == COMPLETED else None,
     )
 
 
@@ -177,7 +215,10 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
     """Returns the results by configuration.
 
     Objectives of different kinds are compared by the cross entropy beside them, if all have one.
+    Runs on data with labels are compared by their accuracy.
     """
+    completed = [result for result in results if result.state == COMPLETED]
+    by_accuracy = bool(completed) and all(r.validation_accuracy is not None for r in completed)
     objectives = {result.loss_kind for result in results}
     by_lm_loss = len(objectives) > 1 and all(result.has_lm_loss for result in results)
     if by_lm_loss:
@@ -190,7 +231,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
     groups = []
     for label in labels:
         results_of_label = tuple(result for result in results if result.config == label)
-        groups.append(ConfigResults(label, results_of_label, by_lm_loss))
+        groups.append(ConfigResults(label, results_of_label, by_lm_loss, by_accuracy))
     return groups
 
 
@@ -199,9 +240,9 @@ def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
     first, *other_groups = groups
     return holm_corrected(
         {
-            group.label: paired_difference(first.losses, group.losses)
+            group.label: paired_difference(first.scores, group.scores)
             for group in other_groups
-            if group.loss_kind == first.loss_kind
+            if group.by_accuracy or group.loss_kind == first.loss_kind
         }
     )
 
@@ -210,31 +251,43 @@ TABLE_NOTE = "Means over the seeds whose runs completed; loss in nats per token,
 _CROSS_ENTROPIES = (
     "The objectives differ, so the losses are the cross entropies beside them (eval/lm_loss)."
 )
-HEADER = (
-    "configuration",
-    "validation loss",
-    "sd",
-    "runs",
-    "perplexity",
-    "parameters",
-    "FLOPs",
-    "tokens",
-    "train seconds",
+_LABELS_NOTE = (
+    f"Accuracy is the share of labels that are the most likely token. A probe is solved if it is "
+    f"{SOLVED:g} or more in every run, and failed if it is {FAILED:g} or less in every run."
 )
+_OF_ACCURACY = ("accuracy", "sd of accuracy", "probe")
+
+
+def table_header(groups: Sequence[ConfigResults]) -> tuple[str, ...]:
+    """Returns the columns of `table_rows`."""
+    return (
+        "configuration",
+        *(_OF_ACCURACY if groups[0].by_accuracy else ()),
+        "validation loss",
+        "sd",
+        "runs",
+        "perplexity",
+        "parameters",
+        "FLOPs",
+        "tokens",
+        "train seconds",
+    )
 
 
 def _table_notes(groups: Sequence[ConfigResults]) -> list[str]:
     notes = [TABLE_NOTE]
+    if groups[0].by_accuracy:
+        notes.append(_LABELS_NOTE)
     if any(group.by_lm_loss for group in groups):
         notes.append(_CROSS_ENTROPIES)
     return notes
 
 
 def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns one row per configuration, under HEADER; the lowest loss first."""
+    """Returns one row per configuration, under `table_header`; the best first."""
     differ = bool(_kinds(groups))
     if not differ:
-        groups = sorted(groups, key=_loss_order)
+        groups = sorted(groups, key=_rank)
     rows = []
     for group in groups:
         loss = formatting.format_loss(group.loss.mean)
@@ -243,8 +296,16 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
         runs = str(group.loss.count)
         if group.diverged:
             runs += f" ({group.diverged} diverged)"
+        of_accuracy = []
+        if group.by_accuracy:
+            of_accuracy = [
+                _optional(group.accuracy.mean, "{:.4f}".format),
+                _optional(group.accuracy.std, "{:.4f}".format),
+                group.outcome,
+            ]
         cells = [
             group.label,
+            *of_accuracy,
             loss,
             formatting.format_loss(group.loss.std),
             runs,
@@ -258,13 +319,23 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     return rows
 
 
-def _loss_order(group: ConfigResults) -> float:
-    """Sorts configurations by mean loss, those without one last."""
-    return math.inf if group.loss.mean is None else group.loss.mean
+def _rank(group: ConfigResults) -> float:
+    """Returns a number that is lower for a better configuration; those without a score are last."""
+    mean = _mean_score(group)
+    if mean is None:
+        return math.inf
+    return -mean if group.by_accuracy else mean
+
+
+def _mean_score(group: ConfigResults) -> float | None:
+    """Returns the mean of what configurations are compared by."""
+    return (group.accuracy if group.by_accuracy else group.loss).mean
 
 
 def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
-    """Returns labels by kind of loss; empty if all are of the same kind."""
+    """Returns labels by kind of loss; empty if all are of the same kind, or have an accuracy."""
+    if groups[0].by_accuracy:
+        return {}
     kinds: dict[str, list[str]] = {}
     for group in groups:
         if group.results:
@@ -325,18 +396,24 @@ def _conclusions(
         )
         lines.append(f"Losses are of different kinds and cannot be compared: {labels_by_kind}.")
     else:
-        lines += best_value_lines(variants, _mean_losses(groups))
+        lines += best_value_lines(variants, _ranks(groups))
     return lines + _findings(groups, variants)
 
 
-def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
-    return {group.label: group.loss.mean for group in groups if group.loss.mean is not None}
+def _ranks(groups: Sequence[ConfigResults]) -> dict[str, float]:
+    """Returns `_rank` of the configurations with a completed run, by label."""
+    return {group.label: _rank(group) for group in groups if group.scores}
 
 
-def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Names the best numbers of each arm, and warns of those at an edge."""
+def best_value_lines(variants: Sequence[Variant], ranks: Mapping[str, float]) -> list[str]:
+    """Names the best numbers of each arm, and warns of those at an edge.
+
+    Args:
+      variants: The configurations.
+      ranks: Label -> a number that is lower for a better configuration, such as its loss.
+    """
     lines = []
-    for best, arm in _bests(variants, losses):
+    for best, arm in _bests(variants, ranks):
         for name, value in _numbers(best).items():
             tried = sorted({_numbers(variant)[name] for variant in arm})
             if len(tried) == 1:
@@ -361,14 +438,14 @@ def _arms(variants: Sequence[Variant]) -> list[list[Variant]]:
 
 
 def _bests(
-    variants: Sequence[Variant], losses: Mapping[str, float]
+    variants: Sequence[Variant], ranks: Mapping[str, float]
 ) -> list[tuple[Variant, list[Variant]]]:
-    """Returns the best variant, by mean losses, and all variants of each arm."""
+    """Returns the best variant, that of the lowest rank, and all variants of each arm."""
     bests = []
     for arm in _arms(variants):
-        finished = [variant for variant in arm if variant.label in losses]
+        finished = [variant for variant in arm if variant.label in ranks]
         if finished:
-            bests.append((min(finished, key=lambda variant: losses[variant.label]), arm))
+            bests.append((min(finished, key=lambda variant: ranks[variant.label]), arm))
     return bests
 
 
@@ -379,7 +456,7 @@ def _numbers(variant: Variant) -> dict[str, float]:
 
 def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
     """Describes the differences; of several arms, those of their best."""
-    bests = _bests(variants, _mean_losses(groups))
+    bests = _bests(variants, _ranks(groups))
     compared = groups
     if len(bests) > 1 and len(_arms(variants)) < len(variants):
         labels = [best.label for best, _ in bests]
@@ -389,13 +466,20 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
     if len(differences_by_label) > 1 and count == 0:
         return ["One seed cannot distinguish a difference from chance: add seeds=3."]
     lines = [
-        format_difference(compared[0].label, label, difference, count)
+        format_difference(
+            compared[0].label,
+            label,
+            difference,
+            count,
+            unit="in accuracy" if groups[0].by_accuracy else "nats/token",
+        )
         for label, difference in differences_by_label.items()
     ]
     if compared is not groups:
         lines.append(
-            "These are the best of several each, chosen by the same losses, which favors those "
-            "that tried more values."
+            f"These are the best of several each, chosen by the same "
+            f"{'accuracies' if groups[0].by_accuracy else 'losses'}, which favors those that tried "
+            "more values."
         )
     return lines
 
@@ -439,7 +523,8 @@ def text_lines(
     lines = budget_deviations(groups, plan)
     if lines:
         lines.append("")
-    lines += formatting.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    header = table_header(groups)
+    lines += formatting.format_table(header, table_rows(groups), max_width=None).splitlines()
     lines += [*_table_notes(groups), ""]
     return lines + _conclusions(groups, plan, variants)
 
@@ -449,7 +534,7 @@ def result_section(
 ) -> PageSection:
     """Returns the report's first section: what limits the verdict, the verdict, and the table."""
     notes = [*summary_lines(groups, plan, variants), *_table_notes(groups)]
-    return PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))
+    return PageSection("Result", notes, PageTable(table_header(groups), table_rows(groups)))
 
 
 def budget_section(
@@ -484,12 +569,22 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
 def write_summary_csv(
     path: Path, groups: Sequence[ConfigResults], *, has_verdict: bool = True
 ) -> None:
-    """Writes one row per configuration, with differences to the first if there is a verdict."""
+    """Writes one row per configuration, with differences to the first if there is a verdict.
+
+    Differences are of the loss, or of the accuracy if that is what configurations are compared by.
+    """
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
     differences_by_label = differences(groups) if has_verdict else {}
     rows = []
     for group in groups:
         difference = differences_by_label.get(group.label, Estimate(0))
+        of_accuracy = {}
+        if group.by_accuracy:
+            of_accuracy = {
+                "accuracy": group.accuracy.mean,
+                "accuracy_sd": group.accuracy.std,
+                "probe": group.outcome,
+            }
         rows.append(
             {
                 "config": group.label,
@@ -497,6 +592,7 @@ def write_summary_csv(
                 "diverged": group.diverged,
                 "validation_loss": group.loss.mean,
                 "validation_loss_sd": group.loss.std,
+                **of_accuracy,
                 "perplexity": group.perplexity,
                 **{name: group.mean(name) for name in means},
                 "difference": difference.mean,

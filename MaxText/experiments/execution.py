@@ -65,6 +65,18 @@ _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine doe
 _STEPS = 24
 _WARMUP_STEPS = 4  # warm-up steps of a process
 _FOLDER = "measuring"  # of the short runs, deleted afterwards
+# Of a run that measures the time of its steps.
+SHORT_RUN_KEYS: dict[str, Any] = {
+    "steps": _STEPS,
+    "step_log_period": 1,
+    "eval_interval": -1,
+    "target_eval_loss": 0.0,
+    "enable_checkpointing": False,
+    "enable_tensorboard": False,
+    "loss_curve": False,
+    "sample_tokens": 0,
+    "profiler": "",
+}
 _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 _COUNT_DEVICES = """
@@ -376,7 +388,9 @@ class _Progress:
             self._log(f"{name}: diverged at step {record.last_step}, {format_duration(seconds)}")
             return
         loss = format_loss(record.final_loss)
-        line = f"{name}: validation loss {loss}, {format_duration(seconds)}"
+        accuracy = record.final_accuracy
+        of_labels = "" if accuracy is None else f", accuracy {accuracy:.4f}"
+        line = f"{name}: validation loss {loss}{of_labels}, {format_duration(seconds)}"
         if run.folder not in self._resumed:
             self._work += run.weight
             self._seconds += seconds
@@ -563,23 +577,24 @@ def train(run: Trial) -> int:
 
 def start_training(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen:
-    """Starts a run in the background, in a process group of its own.
+) -> subprocess.Popen[bytes]:
+    """Starts a program that trains, in a process group of its own.
+
+    So Ctrl-C reaches it exactly once, through `terminate`.
 
     Args:
-      command: From `train_command`.
-      log: File that its output is appended to. Its folder is made.
-      environment: By default that of `subprocess_env`.
+      command: The program with its arguments.
+      log: Gets its output, after what the file has; its folder is made.
+      environment: By default that of this process, without variables that set keys.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with log.open("ab") as log_file:
         return subprocess.Popen(
             command,
             env=subprocess_env() if environment is None else environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
-            # In its own process group, Ctrl-C reaches it exactly once, through us.
             process_group=0,
         )
 
@@ -598,7 +613,7 @@ def write_config(run: Trial) -> None:
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
 
-def terminate(process: subprocess.Popen) -> None:
+def terminate(process: subprocess.Popen[bytes]) -> None:
     """Interrupts a run and waits; kills it on a second Ctrl-C or timeout."""
     # Shells ignore SIGINT in a script's background jobs, and the run inherits that.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -663,21 +678,7 @@ def short_config(config: Config, folder: Path) -> Config:
         for name, key in all_keys().items()
         if name.startswith(("load_parameters_", "growth."))
     }
-    return unflatten(
-        keys
-        | beginning
-        | {
-            "steps": _STEPS,
-            "step_log_period": 1,
-            "eval_interval": -1,
-            "target_eval_loss": 0.0,
-            "enable_checkpointing": False,
-            "enable_tensorboard": False,
-            "loss_curve": False,
-            "sample_tokens": 0,
-            "profiler": "",
-        }
-    )
+    return unflatten(keys | beginning | SHORT_RUN_KEYS)
 
 
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
@@ -690,6 +691,19 @@ def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
             f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"
             f"{tail(run.log)}"
         )
+    return read_step_seconds(folder, name)
+
+
+def read_step_seconds(folder: Path, name: str) -> list[float]:
+    """Returns the seconds of each step of a short run, without its warm-up.
+
+    Args:
+      folder: Of the run.
+      name: Of its configuration, for the message.
+
+    Raises:
+      UserError: It ended within its warm-up.
+    """
     rows = [row for row in read_run(folder).steps if row["step"] >= _WARMUP_STEPS]
     if not rows:
         raise UserError(

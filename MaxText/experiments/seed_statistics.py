@@ -79,9 +79,22 @@ def holm_corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
 
 
 def format_difference(
-    first: str, other: str, difference: Estimate, num_comparisons: int = 1
+    first: str,
+    other: str,
+    difference: Estimate,
+    num_comparisons: int = 1,
+    *,
+    unit: str = "nats/token",
 ) -> str:
-    """Describes the difference of two losses in nats per token."""
+    """Describes the difference of two means.
+
+    Args:
+      first: Label of the baseline.
+      other: Label of the configuration that is compared with it.
+      difference: The other's minus the baseline's.
+      num_comparisons: Differences that the p value is corrected for.
+      unit: Of the difference.
+    """
     mean = difference.mean
     low = difference.ci_low
     high = difference.ci_high
@@ -91,18 +104,18 @@ def format_difference(
     direction = "lower" if mean < 0 else "higher"
     if low is None or high is None:
         return (
-            f"{other} is {direction} than {first} by {abs(mean):.4f} nats/token with one seed. One "
+            f"{other} is {direction} than {first} by {abs(mean):.4f} {unit} with one seed. One "
             "seed cannot distinguish a difference from chance: add seeds=3."
         )
     if num_comparisons > 1:
         seeds += f"; p = {difference.p_value:.2g}, Holm's of {num_comparisons} comparisons"
     if not difference.is_significant:
         return (
-            f"No significant difference between {other} and {first}: {mean:+.4f} nats/token "
+            f"No significant difference between {other} and {first}: {mean:+.4f} {unit} "
             f"(95 % interval {low:+.4f} to {high:+.4f}, {seeds})."
         )
     ends = sorted((abs(low), abs(high)))
     return (
-        f"{other} is {direction} than {first} by {abs(mean):.4f} nats/token "
+        f"{other} is {direction} than {first} by {abs(mean):.4f} {unit} "
         f"(95 % interval {ends[0]:.4f} to {ends[1]:.4f}, {seeds})."
     )

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
@@ -324,15 +324,22 @@ def hardware_multiple(size: int) -> int:
 def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
     """Returns the changed configuration; None if a bound or rule forbids it."""
     values = flatten(config)
-    # A schedule that spans the whole run keeps doing so.
-    if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
-        changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
+    if STEPS in changes:
+        changes = steps_changes(values, changes[STEPS]) | changes
     try:
         changes = {name: all_keys()[name].convert(value) for name, value in changes.items()}
     except InvalidValueError:
         return None
     result = unflatten(values | changes)
     return None if validation_errors(result) else result
+
+
+def steps_changes(keys: Mapping[str, Any], steps: int) -> dict[str, int]:
+    """Returns the keys of a run of another length; a schedule that spans it keeps doing so."""
+    changes = {STEPS: steps}
+    if keys["learning_rate_schedule_steps"] == keys[STEPS]:
+        changes["learning_rate_schedule_steps"] = steps
+    return changes
 
 
 def validation_errors(config: Config) -> list[str]:

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -250,8 +251,36 @@ def open_sources(
         _check_long_enough(request, entry, dataset, slicer)
         slicer.has_documents = _has_documents(config, type(slicer))
         sequences = _ordered(request, dataset, slicer, number)
+        if not for_training:
+            sequences = evaluated_half(config, entry, sequences)
         sources.append(OpenDataSource(entry, dataset, sequences))
     return sources
+
+
+def evaluated_half(
+    config: Config, entry: DatasetEntry, sequences: OrderedSequences
+) -> OrderedSequences:
+    """Returns the evaluation sequences of one dataset that eval_half chooses.
+
+    Args:
+      config: The run's configuration.
+      entry: The dataset.
+      sequences: All of its sequences, in their order.
+
+    Raises:
+      UserError: The dataset is a stream, or has one sequence only.
+    """
+    half = config.evaluation.eval_half
+    if half == "all":
+        return sequences
+    num_sequences = sequences.num_sequences
+    if num_sequences == sys.maxsize or num_sequences < 2:
+        size = "is a stream" if num_sequences == sys.maxsize else "has one sequence"
+        raise UserError(
+            f"eval_half={half}: the validation text {entry.location} {size}, so it has no halves. "
+            "Set eval_half=all, or give validation text of two sequences or more."
+        )
+    return sequences.half(is_second=half == "second")
 
 
 def _sequence_options(config: Config) -> SequenceOptions:

@@ -30,6 +30,7 @@ from MaxText.input_pipeline.sequences.batch_source import (
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from MaxText.input_pipeline.sequences.order import (
     EVAL_STREAM,
+    SECOND_EVAL_STREAM,
     TRAIN_STREAM,
     Concatenation,
     OrderedSequences,
@@ -206,6 +207,7 @@ def open_source_batches(
     if config.scoring.eval_stride != -1:
         windows = _sliding_windows(config, source)
         in_order = OrderedSequences(windows, seed=0, shuffle=False, num_epoch=1)
+        in_order = data_sources.evaluated_half(config, source.entry, in_order)
         source = dataclasses.replace(source, sequences=in_order)
     return _eval_batches(config, [source], batch_size, shard, log)
 
@@ -223,7 +225,8 @@ def _eval_batches(
         has_streams = any(source.stream is not None for source in sources)
         max_steps = _UNBOUNDED_EVAL_STEPS if has_streams else sys.maxsize
     else:
-        sequences = _synthetic(config, EVAL_STREAM)
+        is_second = config.evaluation.eval_half == "second"
+        sequences = _synthetic(config, SECOND_EVAL_STREAM if is_second else EVAL_STREAM)
         max_steps = _UNBOUNDED_EVAL_STEPS
     if config.evaluation.eval_steps != -1:
         max_steps = config.evaluation.eval_steps

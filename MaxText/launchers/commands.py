@@ -6,8 +6,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.keys import Natural
@@ -67,12 +70,45 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
     return RunArguments(train_arguments, run.run_name, folder)
 
 
+def manifest_yaml(manifest: Mapping[str, Any]) -> str:
+    """Returns a file for an engine: in the given order, scripts as literal blocks."""
+    return yaml.dump(dict(manifest), Dumper=_ManifestDumper, sort_keys=False, width=1000)
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes text of several lines as a block that is read as it was written."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ManifestDumper.add_representer(str, _represent_text)
+
+
 class Commands:
     """Runs commands one at a time; with `dry_run` only prints them."""
 
     def __init__(self, log: Log, *, dry_run: bool):
         self._log = log
         self.dry_run = dry_run
+
+    def write(self, path: Path, text: str) -> None:
+        """Writes a file that a command reads, with its folder; in a dry run prints it.
+
+        Raises:
+          UserError: The file cannot be written.
+        """
+        if self.dry_run:
+            self._log(f"# {path}\n{text}")
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            message = f"cannot write {path}: {error}. Set --log-dir to another folder."
+            raise UserError(message) from error
 
     def run(self, command: Sequence[str], *, max_attempts: int = 1, delay: float = 0.0) -> None:
         """Runs a command with its output on the terminal.

@@ -114,15 +114,7 @@ def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log:
     """
     script = render_batch_script(job, arguments)
     path = Path(job.log_dir, f"{job.name}.sh")
-    if commands.dry_run:
-        log(f"# {path}\n{script}")
-    else:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(script, encoding="utf-8")
-        except OSError as error:
-            message = f"cannot write {path}: {error}. Set --log-dir to another folder."
-            raise UserError(message) from error
+    commands.write(path, script)
     answer = commands.output(["sbatch", "--parsable", str(path)])
     job_id = answer.partition(";")[0]
     if not commands.dry_run:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.lowering.matmul import DotDims, cpu_dot, pad_vocab
-from MaxText.layers.params import Init, Initializer, Shape, param, zeros
+from MaxText.layers.params import Init, Initializer, Shape, as_readout, param, zeros
 from MaxText.parallelism.logical_sharding import platform
 
 Axes = tuple[str | None, ...]
@@ -24,7 +24,7 @@ class Dense(nnx.Module):
     heads are a dimension of their own, for sharding.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         inputs: Shape,
         outputs: Shape,
@@ -35,6 +35,7 @@ class Dense(nnx.Module):
         *,
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,
+        readout: bool = False,
     ):
         """Declares the kernel and the bias.
 
@@ -47,6 +48,7 @@ class Dense(nnx.Module):
           rngs: RNG streams that weights are drawn from.
           use_bias: Whether a bias [outputs...] is added.
           used_in: Dtype of the product, which is then never quantized; None is that of activations.
+          readout: Whether the outputs are a fixed number of logits (`params.as_readout`).
         """
         self.num_input_dims = len(inputs)
         self.axes = axes
@@ -64,6 +66,8 @@ class Dense(nnx.Module):
             num_input_dims=len(inputs),
             used_in=self.dtype,
         )
+        if readout:
+            as_readout(self.kernel)
         self.bias = (
             param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )

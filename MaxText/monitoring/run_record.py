@@ -92,6 +92,16 @@ class RunHistory:
         return self.final_loss if loss is None and self.objective_in_nats else loss
 
     @property
+    def final_accuracy(self) -> float | None:
+        """Share of labels that the last evaluation predicted; None if the data have no labels.
+
+        Masked language modeling counts its masked tokens, too, but is judged by its loss.
+        """
+        if not self.evaluations or self.config.get("mlm_training"):
+            return None
+        return self.evaluations[-1].get("eval/masked_accuracy")
+
+    @property
     def training_loss(self) -> tuple[float, int] | None:
         """Mean loss of the last 1/25 of the reports (9 at least), and its number of steps."""
         last = self.steps[-max(len(self.steps) // 25, _MIN_REPORTS) :]

@@ -43,11 +43,35 @@ class ParamSpec(NamedTuple):
     is_recomputed: bool = True  # whether remat of its owner recomputes its product
     # Updates it in place of the optimizer (params.UpdateRule); None if the optimizer trains it.
     update_rule: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    # Standard deviation that it is drawn with: 0 if not randomly, None if unknown.
+    init_std: float | None = None
+    is_readout: bool = False  # whether it maps the width of the model to a fixed number of logits
+    # Of a parametrization other than standard (layers/assembly/parametrization.py).
+    weight_class: str = ""  # table, vector, hidden or readout; empty in standard form
+    r_in: float = 1.0  # product of input dimensions over that at base_shape
+    r_out: float = 1.0  # the same of all other dimensions but `layers` and `exp`
+    branch_factor: float = 1.0  # multiplier of the residual branch with the weight, (L / L_base)^-a
+    branch_rate: float = 1.0  # factor of learning rates in that branch, (L / L_base)^(a - 1)
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def num_stacked_dims(self) -> int:
+        """Number of leading dimensions that count separate arrays: layers and experts."""
+        return sum(name in ("layers", "exp") for name in self.logical_axes)
+
+    @property
+    def input_dims(self) -> tuple[int, ...]:
+        """Sizes that are contracted with the input; none for other weights than matrices."""
+        return self.shape[self.num_stacked_dims :][: self.num_input_dims]
+
+    @property
+    def output_dims(self) -> tuple[int, ...]:
+        """All other sizes, without layers and experts."""
+        return self.shape[self.num_stacked_dims + self.num_input_dims :]
 
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar(

@@ -110,6 +110,8 @@ class ShardingPlan:
     ) -> PyTree:
         """Returns a tree like `abstract_state`, moments sharded as parameters.
 
+        Moments with dimensions of size 1 in place of a parameter's keep the others' mesh axes, and
+        square statistics [N, I, I] of matrices spread over the mesh axes of the parameter.
         Everything else (counters, factored moments) is small and replicated. `optimizer_state_axis`
         splits the optimizer state further: ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1).
         `offloads_optimizer` places it in host memory, from where the train step fetches it.
@@ -122,9 +124,11 @@ class ShardingPlan:
             leaf_sharding = self.replicated
             # A moment's path ends with the name of its parameter.
             for start in range(len(names)):
-                spec = parameters.get("/".join(names[start:]))
-                if spec is not None and spec.shape == leaf.shape:
-                    leaf_sharding = shardings["/".join(names[start:])]
+                name = "/".join(names[start:])
+                if name in parameters:
+                    leaf_sharding = _moment_sharding(
+                        leaf.shape, parameters[name].shape, shardings[name]
+                    )
                     break
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
                 return leaf_sharding
@@ -223,7 +227,21 @@ class ShardingPlan:
         compiler_options: CompilerOptions | None = None,
         abstract_frozen: Mapping[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the train step, with its state donated.
+        """Lowers the train step, see `trace_step`."""
+        with without_garbage_collection():
+            return self.trace_step(
+                train_step, abstract_state, abstract_batch, compiler_options, abstract_frozen
+            ).lower()
+
+    def trace_step(
+        self,
+        train_step: Callable,
+        abstract_state: PyTree,
+        abstract_batch: PyTree,
+        compiler_options: CompilerOptions | None = None,
+        abstract_frozen: Mapping[str, Any] | None = None,
+    ) -> jax.stages.Traced:
+        """Traces the train step, with its state donated.
 
         Args:
           train_step: (state, batch) -> (state, metrics).
@@ -238,7 +256,33 @@ class ShardingPlan:
         jitted = self.jit(train_step, out_shardings=shardings, **options)
         frozen = (abstract_frozen,) if abstract_frozen else ()
         with without_garbage_collection():
-            return jitted.lower(abstract_state, abstract_batch, *frozen)
+            return jitted.trace(abstract_state, abstract_batch, *frozen)
+
+
+def _moment_sharding(
+    shape: Sequence[int], param_shape: Sequence[int], param_sharding: NamedSharding
+) -> NamedSharding:
+    """Returns the sharding of a moment of a parameter (`ShardingPlan.state_shardings`)."""
+    if tuple(shape) == tuple(param_shape):
+        return param_sharding
+    mesh = param_sharding.mesh
+    axes = [split_axes(param_sharding, dim) for dim in range(len(param_shape))]
+    spec: list[tuple[str, ...]]
+    if len(shape) == len(param_shape) and all(
+        size in (1, param_size) for size, param_size in zip(shape, param_shape, strict=True)
+    ):
+        spec = [dim_axes if size > 1 else () for size, dim_axes in zip(shape, axes, strict=True)]
+    elif len(shape) == 3 and shape[1] == shape[2]:
+        spec = [()] * len(shape)
+        for axis in (axis for dim_axes in axes for axis in dim_axes):
+            for dim, size in enumerate(shape):
+                joined = (*spec[dim], axis)
+                if size % math.prod(mesh.shape[name] for name in joined) == 0:
+                    spec[dim] = joined
+                    break
+    else:
+        spec = []
+    return NamedSharding(mesh, PartitionSpec(*(dim_axes or None for dim_axes in spec)))
 
 
 def process_batch_slice(

@@ -13,8 +13,8 @@ from MaxText.formatting import short_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Horizontal axes of a run's curves.
-AxisName = Literal["tokens", "flops", "time", "step"]
+# Horizontal axes of a run's curves, and sizes of models.
+AxisName = Literal["tokens", "flops", "time", "step", "width", "depth"]
 
 # Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (
@@ -143,6 +143,8 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         axes.set_xscale("log")
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
+    if axis.name in ("width", "depth"):
+        axes.set_xscale("log", base=2)
     if axis.name != "flops":  # powers of ten read better
         axes.xaxis.set_major_formatter(FuncFormatter(short_count))
     axes.set_xlabel(axis.title, color=_INK)

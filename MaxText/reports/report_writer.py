@@ -143,6 +143,33 @@ def write_report(  # noqa: PLR0913
     return output / PAGE_FILE
 
 
+def write_page(sections: Sequence[PageSection], output: Path, *, title: str) -> Path:
+    """Writes report.html of sections alone, without runs; returns its path.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    time = datetime.datetime.now().astimezone()
+    page = render(
+        sections,
+        entries=[],
+        charts=[],
+        title=title,
+        made=f"Made on {time:%Y-%m-%d at %H:%M:%S %Z} from {output}.",
+        warnings=[],
+        axes=[],
+        links={},
+        refresh=0,
+    )
+    try:
+        atomic_write_text(output / PAGE_FILE, page)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {output}: {error.strerror}. Set output= to a writable folder."
+        ) from error
+    return output / PAGE_FILE
+
+
 def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     """Draws loss over steps; returns the path, or None."""
     run = read_run(run_folder)

@@ -297,7 +297,12 @@ class LearningChecks:
         """
         optimizer = self._config.optimizer
         rate = metrics["learning_rate"]
-        partial = optimizer.adamw_mask or optimizer.weight_decay_overrides
+        partial = (
+            optimizer.adamw_mask
+            or optimizer.weight_decay_overrides
+            or optimizer.cautious_weight_decay
+            or self._config.schedule.weight_decay_schedule_type != "constant"
+        )
         frozen = optimizer.learning_rate_overrides or optimizer.trainable_parameters_mask
         if optimizer.opt_type not in ("adamw", "lion", "muon") or partial or frozen or not rate:
             return rate == 0

@@ -43,6 +43,7 @@ from MaxText.run.rollback import RollbackController
 from MaxText.runtime import processes
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
+from MaxText.training.parameter_average import averaged_params
 from MaxText.training.state import TrainState
 
 _JUDGING_BATCHES = 3  # newest batches that are kept on the devices
@@ -479,10 +480,29 @@ class Loop:
             report = evaluate(self.compiled.eval_step, self.state.params, global_batches, step=step)
             fields |= {**report.row(), **run_logger.lineage.progress(step)}
             run_logger.terminal.line(report.line())
+            if self.state.average is not None:
+                fields |= self._evaluate_average(step)
             run_logger.log_data_events(data.evaluation, step)
             self.eval_loss = report.loss
             self.records.checkpoints.health.observe_evaluation(step, report.loss)
         return self.eval_loss is not None
+
+    def _evaluate_average(self, step: int) -> dict[str, float]:
+        """Evaluates the average of the parameters; returns its loss for the metrics."""
+        data = self.data
+        assert self.state.average is not None
+        params = averaged_params(self.state.average, self.state.params)
+        batches = self.supervision.watchdog.watch_iterator(
+            data.evaluation or (), "evaluation", step
+        )
+        global_batches = (
+            self.compiled.sharding.to_global_batch(batch, data.eval_batch_size) for batch in batches
+        )
+        report = evaluate(self.compiled.eval_step, params, global_batches, step=step)
+        self.records.run_logger.terminal.line(
+            f"  average of the parameters: loss={report.loss:.3f}"
+        )
+        return {"eval/average_loss": report.loss}
 
     def save(self, step: int, *, evaluation_is_due: bool = False) -> None:
         """Saves a checkpoint, after all events before it.

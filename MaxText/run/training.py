@@ -107,6 +107,7 @@ def train(
     from MaxText.formatting import parameter_table
     from MaxText.growth.resolve import resolve_growth
     from MaxText.training.assembly import setup_train
+    from MaxText.training.multipliers import multiplier_lines
 
     # Without growth in the run's history or its keys, the configuration stays as it is.
     steps_oldest_first = reversed(checkpoints.steps_to_resume())
@@ -118,6 +119,7 @@ def train(
     abstract_state = setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details.append(parameter_table(model.parameters, sharding.describe(model.parameters)))
+    details += multiplier_lines(config.optimizer, model.parameters)
     details.append(replicated)
     if len(devices) > 1:
         print(replicated)

@@ -20,7 +20,7 @@ from MaxText.training import backend_defaults
 from MaxText.training.model_objective import abstract_frozen_params
 from MaxText.training.objective import abstract_loss_sums
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
-from MaxText.training.schedule import learning_rate_schedule
+from MaxText.training.schedule import learning_rate_schedule, weight_decay_schedule
 from MaxText.training.state import TrainState
 from MaxText.training.step import TrainStep, make_initialize, make_train_step
 
@@ -64,11 +64,13 @@ def setup_train(
     if not all(part.is_built_in for part in registrations()):
         abstract_loss_sums(model)  # checks what the parts return, before anything slow
     schedule = learning_rate_schedule(config.schedule)
-    optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
+    decay_schedule = weight_decay_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, model.parameters, decay_schedule)
     optimizer = scale_existing_slot_updates(
         optimizer, model.parameters, existing_slots, existing_slots_lr_scale
     )
-    initialize = make_initialize(model, optimizer, config.guard)
+    averaging = config.optimizer.parameter_average
+    initialize = make_initialize(model, optimizer, config.guard, averaging)
     check_lengths(model_config.shape.max_target_length, config.batch, sharding)
     replicated = assert_params_sufficiently_sharded(
         model.parameters, sharding, config.mesh.sharding_tolerance
@@ -80,7 +82,7 @@ def setup_train(
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
         guard=config.guard,
-        repeat_update=config.optimizer.opt_type != "muon",
+        optimizer_config=config.optimizer,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )

@@ -1,4 +1,4 @@
-"""Optimizers of optax, with weight decay and learning rate per parameter."""
+"""The optimizer of a run: a rule of optimizers/, with decay and learning rate per parameter."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,40 +7,49 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from flax import traverse_util
 from jax.tree_util import KeyPath
-from jax.typing import ArrayLike
 
-from MaxText.config.registry import register, registration
+from MaxText.config.registry import registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
 from MaxText.layers.params import Params, UpdateRule
 from MaxText.layers.part_outputs import Returned, check, is_pair, text_of
-from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.value_types import PyTree, TreeDef
+from MaxText.training.multipliers import weight_multipliers, with_epsilons
+from MaxText.training.optimizers.hyperball import keep_norms, matrices_of_constant_norm
+from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_param_names
+from MaxText.training.stochastic_rounding import with_second_moments_in
+from MaxText.value_types import PyTree
 
-ParamSpecs = Mapping[str, ParamSpec]
-
-BASE_TRANSFORM = 1  # index in the chain of opt_type's transform, which holds moments and counts
+# Values of opt_type whose updates multiply matrices.
+COSTLY_OPTIMIZERS = frozenset(("muon", "muonh", "normuon", "soap"))
+# Indices in the chain of the links with a state.
+BASE_TRANSFORM = 1  # opt_type's transform, which holds moments and counts
+_LEARNING_RATE = 4  # counts steps, skipped ones included
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    parameters: ParamSpecs,
+    decay_schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """Chains clipping, the transform of opt_type, decay, multipliers, and learning rate.
 
     A parameter p with gradient g gets the update
     -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds. One
-    with an update rule gets that of its rule, without any of these.
+    with an update rule gets that of its rule, without any of these. MuonH and AdamH then scale
+    matrices back to their norms, and have no decay of these. A parametrization multiplies the
+    multiplier, the decay, and the transform's epsilon (multipliers.py).
 
     Args:
       config: Of the optimizer. Its patterns match anywhere in a parameter's name.
       schedule: Step to learning rate. The chain counts steps itself.
       parameters: Of the model, by name.
+      decay_schedule: Step to a factor of the weight decay; None for 1.
 
     Raises:
-      UserError: No parameter is trainable.
+      UserError: No parameter is trainable, or a parametrization has no rule for opt_type.
     """
     patterns = config.trainable_parameters_mask
     selected = {
@@ -54,36 +63,101 @@ def make_optimizer(
             f"{', '.join(parameters)}"
         )
 
+    scales = weight_multipliers(config, trained)
+    constant_norms = matrices_of_constant_norm(config, trained)
+
     def decay(name: str) -> float:
         """Returns a parameter's weight decay: an override, else 0 if masked, else the default."""
-        default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
-        return _first_match(config.weight_decay_overrides, name, default)
-
-    def decayed(update: jax.Array, parameter: jax.Array, scale: float) -> jax.Array:
-        """Adds decoupled weight decay (Loshchilov and Hutter 2019) to an update."""
-        return update + scale * parameter if scale else update
+        if name in constant_norms:
+            return 0.0
+        is_masked = _matches(config.adamw_mask, name) or trained[name].weight_class == "vector"
+        default = 0.0 if is_masked else config.adam_weight_decay
+        value = _first_match(config.weight_decay_overrides, name, default)
+        return value * scales[name].weight_decay
 
     decays = map_param_names(trained, decay)
-    multipliers = map_param_names(
-        trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
-    )
+
+    def rate_multiplier(name: str) -> float:
+        """Returns the multiplier of a parameter's learning rate."""
+        override = _first_match(config.learning_rate_overrides, name, 1.0)
+        return override * scales[name].learning_rate
+
+    multipliers = map_param_names(trained, rate_multiplier)
     registered = registration("optimizer", config.opt_type)
     make = registered.load()
     transform = make(config.parts.of(make) or config, trained)  # a custom one gets its own keys
     if not registered.is_built_in:
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in trained.items()}
         _check_transform(make, transform, map_param_names(trained, shapes.__getitem__))
+    if config.nu_dtype:
+        transform = with_second_moments_in(transform, config.nu_dtype)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
-    optimizer = optax.chain(
+    chain = optax.chain(
         _clipping(config),
-        transform,
-        optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, decays)),
+        with_epsilons(transform, scales, trained),
+        _add_weight_decay(decays, decay_schedule, is_cautious=config.cautious_weight_decay),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
+        keep_norms(config, trained),
     )
+    optimizer = _with_step(chain)
     if len(trained) == len(parameters):
         return optimizer
     return _of_trained(optimizer, trained, rules)
+
+
+def _add_weight_decay(
+    decays: PyTree, decay_schedule: optax.Schedule | None, *, is_cautious: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Adds decoupled weight decay (Loshchilov and Hutter 2019) to updates.
+
+    Args:
+      decays: Weight decay of each parameter.
+      decay_schedule: Step to a factor of all; None for 1.
+      is_cautious: Whether to decay only elements whose update reduces their size, too (Chen et al.
+        2025, "Cautious weight decay", algorithm 1).
+
+    Returns:
+      A transform whose `update` needs the argument `step`, int32.
+    """
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: jax.Array,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        factor = None if decay_schedule is None else decay_schedule(extra_args["step"])
+
+        def decayed(update: jax.Array, parameter: jax.Array, decay: float) -> jax.Array:
+            if not decay:
+                return update
+            # Not yet subtracted: an update of the parameter's sign reduces it.
+            decaying = (
+                jnp.where(update * parameter >= 0, parameter, 0) if is_cautious else parameter
+            )
+            if factor is None:
+                return update + decay * decaying
+            return update + jnp.asarray(decay * factor, update.dtype) * decaying
+
+        return jax.tree.map(decayed, updates, params, decays), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _with_step(chain: optax.GradientTransformationExtraArgs) -> optax.GradientTransformation:
+    """Passes the step that the learning rate's link counts to all links, as `step`.
+
+    So links that depend on the step have no counts of their own, whose presence would change the
+    names in checkpoints.
+    """
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return chain.update(updates, state, params, step=state[_LEARNING_RATE].count)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 class _TreeCheck(NamedTuple):
@@ -215,11 +289,6 @@ def scale_existing_slot_updates(
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns a nested dict like the parameters, with `value_of(name)` as leaves."""
-    return traverse_util.unflatten_dict({name: value_of(name) for name in parameters}, sep="/")
-
-
 def _matches(patterns: Sequence[str], name: str) -> bool:
     """Returns whether any of the regular expressions matches somewhere in a name."""
     return any(re.search(pattern, name) for pattern in patterns)
@@ -241,223 +310,3 @@ def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.gradient_clipping_type == "value":
         return optax.clip(threshold)
     return optax.clip_by_global_norm(threshold)
-
-
-@register("optimizer", "adamw")
-def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015), or uncorrected as in BERT and GPT-Neo.
-
-    Weight decay is a link of its own in the chain (`make_optimizer`), decoupled as in AdamW.
-
-    Args:
-      config: Of the optimizer. Without adam_bias_correction, the moments are not divided by
-        1 - b^count.
-      parameters: Not read: moments are like any parameter.
-    """
-    adam = optax.scale_by_adam(
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        eps_root=config.adam_eps_root,
-        mu_dtype=config.mu_dtype or None,
-    )
-    if config.adam_bias_correction:
-        return adam
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
-        """Updates as at an infinite count, where the correction is 1, and counts on its own."""
-        # The correction divides by 1 - b^count, which is 1 after many updates.
-        many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
-        new_state: Any
-        updates, new_state = adam.update(updates, many, params)
-        count = optax.safe_increment(state.count)
-        return updates, state._replace(count=count, mu=new_state.mu, nu=new_state.nu)
-
-    return optax.GradientTransformation(adam.init, update)
-
-
-@register("optimizer", "lion")
-def lion(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023): the sign of interpolated momentum."""
-    mu_dtype = config.mu_dtype or None
-    return optax.scale_by_lion(b1=config.adam_b1, b2=config.adam_b2, mu_dtype=mu_dtype)
-
-
-@register("optimizer", "sgd")
-def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Stochastic gradient descent, with momentum."""
-    return optax.trace(decay=config.momentum, nesterov=config.nesterov)
-
-
-@register("optimizer", "muon")
-def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest (Jordan et al. 2024).
-
-    The momentum of a matrix is orthogonalized by Newton-Schulz iterations and scaled to an RMS of
-    about 0.2. `_muon_dimensions` chooses the matrices.
-    """
-    # A learning rate of -1 makes optax's complete optimizer return its direction unchanged.
-    return optax.contrib.muon(
-        learning_rate=-1.0,
-        beta=config.muon_beta,
-        eps=config.adam_eps,
-        mu_dtype=config.mu_dtype or None,
-        nesterov=config.nesterov,
-        adam_b1=config.adam_b1,
-        adam_b2=config.adam_b2,
-        adam_eps_root=config.adam_eps_root,
-        muon_weight_dimension_numbers=map_param_names(
-            parameters, lambda name: _muon_dimensions(parameters[name])
-        ),
-        # Updates as large as Adam's, to share its learning rate (Liu et al. 2025, equation 4).
-        consistent_rms=0.2,
-    )
-
-
-@register("optimizer", "adafactor")
-def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
-
-    Statistics, clipping and scale are those of one parameter of one layer, as in GPT-Neo, whether
-    layers are stacked or not. The experts of a layer are one parameter, as in Mesh TensorFlow: they
-    share clipping and scale, and each has its own rows and columns unless there are more experts
-    than rows.
-
-    Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
-    second moment). Momentum precedes the learning rate.
-    """
-    options = config.adafactor
-    scale_by_second_moment = optax.scale_by_factored_rms(
-        decay_rate=options.decay_exponent,
-        min_dim_size_to_factor=options.min_dim_size_to_factor,
-        epsilon=options.epsilon_gradient,
-    )
-    transforms = (
-        _factored_per_layer(scale_by_second_moment, parameters),
-        _stateless_per_layer(optax.clip_by_block_rms(options.clipping_threshold), parameters),
-        _stateless_per_layer(optax.scale_by_param_block_rms(options.epsilon_parameter), parameters),
-    )
-    if options.momentum:
-        return optax.chain(*transforms, optax.ema(options.momentum, debias=False))
-    return optax.chain(*transforms)
-
-
-def _is_stacked(spec: ParamSpec) -> bool:
-    """Returns whether the first dimension counts layers."""
-    return spec.logical_axes[:1] == ("layers",)
-
-
-def _stateless_per_layer(
-    transform: optax.GradientTransformation, parameters: ParamSpecs
-) -> optax.GradientTransformation:
-    """Applies a transform without state to each layer's part of stacked parameters.
-
-    For transforms that look at a whole array, such as a clip of its root mean square.
-    """
-    stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
-
-    def transformed(is_stacked: bool, update: jax.Array, parameter: jax.Array) -> jax.Array:
-        """Applies the transform to an array, or to each layer of a stacked one."""
-
-        def one_layer(update: jax.Array, parameter: jax.Array) -> PyTree:
-            return transform.update(update, transform.init(parameter), parameter)[0]
-
-        function = jax.vmap(one_layer) if is_stacked else one_layer
-        return function(update, parameter)
-
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(transformed, stacked, updates, params)
-    )
-
-
-def _factored_per_layer(
-    transform: optax.GradientTransformation, parameters: ParamSpecs
-) -> optax.GradientTransformation:
-    """Applies optax.scale_by_factored_rms to each layer's part of stacked parameters.
-
-    On its own, optax would take layers for a dimension of the matrix where there are more of them
-    than rows or columns, and factor a stack of vectors. The state is that of optax, an
-    optax.FactoredState; moments of stacked parameters begin with the layers.
-    """
-    stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
-
-    def moment_axes(parameter: jax.Array) -> optax.FactoredState:
-        """Returns which moments have a dimension of layers (0); others are placeholders."""
-        layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
-        moments: Any = jax.eval_shape(transform.init, layer)
-        is_factored = moments.v.shape != layer.shape
-        factor_axis = 0 if is_factored else None
-        whole_axis = None if is_factored else 0
-        axes: dict[str, Any] = {"v_row": factor_axis, "v_col": factor_axis, "v": whole_axis}
-        return optax.FactoredState(count=None, **axes)  # pyright: ignore[reportArgumentType]
-
-    def init_one(is_stacked: bool, parameter: jax.Array) -> optax.OptState:
-        """Returns the moments of one parameter, for stacked layers with a leading dimension."""
-        if not is_stacked:
-            return transform.init(parameter)
-        return jax.vmap(transform.init, out_axes=moment_axes(parameter))(parameter)
-
-    def update_one(
-        is_stacked: bool, update: jax.Array, state: optax.FactoredState, parameter: jax.Array
-    ) -> tuple[optax.Updates, optax.OptState]:
-        """Returns one parameter's update and moments; stacked layers are updated one by one."""
-        if not is_stacked:
-            return transform.update(update, state, parameter)
-        axes = moment_axes(parameter)
-        over_layers = jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))
-        return over_layers(update, state, parameter)
-
-    def joined(
-        states: Sequence[optax.OptState], structure: TreeDef, count: ArrayLike
-    ) -> optax.FactoredState:
-        """Returns one state of all parameters from one state for each."""
-        moments = (
-            jax.tree.unflatten(structure, [getattr(state, name) for state in states])
-            for name in ("v_row", "v_col", "v")
-        )
-        return optax.FactoredState(count, *moments)
-
-    def init(params: optax.Params) -> optax.FactoredState:
-        """Returns the moments of all parameters and a count of 0."""
-        leaves, structure = jax.tree.flatten(params)
-        states = [init_one(*pair) for pair in zip(jax.tree.leaves(stacked), leaves, strict=True)]
-        return joined(states, structure, jnp.zeros((), jnp.int32))
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.FactoredState]:
-        """Returns updates and the new state, each parameter by `update_one`."""
-        leaves, structure = jax.tree.flatten(updates)
-        moments = zip(
-            *(jax.tree.leaves(tree) for tree in (state.v_row, state.v_col, state.v)), strict=True
-        )
-        states = [optax.FactoredState(state.count, *arrays) for arrays in moments]
-        results = [
-            update_one(*arguments)
-            for arguments in zip(
-                jax.tree.leaves(stacked), leaves, states, jax.tree.leaves(params), strict=True
-            )
-        ]
-        new_updates = jax.tree.unflatten(structure, [result for result, _ in results])
-        count = optax.safe_increment(state.count)
-        return new_updates, joined([new_state for _, new_state in results], structure, count)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
-    """Returns the matrix dimensions; None leaves a parameter to Adam.
-
-    Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of
-    dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
-    """
-    is_unsharded = not any(spec.logical_axes)
-    if not spec.num_input_dims or "vocab" in spec.logical_axes or is_unsharded:
-        return None
-    # Stacked layers and experts are separate matrices.
-    first = sum(name in ("layers", "exp") for name in spec.logical_axes)
-    inputs = tuple(range(first, first + spec.num_input_dims))
-    outputs = tuple(range(first + spec.num_input_dims, len(spec.shape)))
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

@@ -1,4 +1,4 @@
-"""Learning rate schedules."""
+"""Schedules of learning rate and weight decay."""
 
 import itertools
 
@@ -32,6 +32,22 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
         return lambda step: body(step) * jnp.minimum(step / warmup, 1.0)
     segments = [(warm_up, warmup), *_body_segments(config, total - warmup)]
     return _join(config, segments, total)
+
+
+def weight_decay_schedule(config: ScheduleConfig) -> optax.Schedule | None:
+    """Returns the factor of the weight decay as a function of the step; None if it is always 1.
+
+    Args:
+      config: weight_decay_schedule_type, its final value, and learning_rate_schedule_steps, from
+        where on the factor is the final one.
+    """
+    final = config.weight_decay_final_fraction
+    length = max(config.learning_rate_schedule_steps, 1)
+    if config.weight_decay_schedule_type == "linear":
+        return optax.linear_schedule(1.0, final, length)
+    if config.weight_decay_schedule_type == "cosine":
+        return optax.cosine_decay_schedule(1.0, length, alpha=final)
+    return None
 
 
 def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:

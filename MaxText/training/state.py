@@ -18,3 +18,5 @@ class TrainState:
     params: Params  # as checkpoints hold them; Model.merge makes a decoder of them
     opt_state: optax.OptState  # of make_optimizer's chain
     guard: GuardState | None = None  # None if the guard is disabled
+    # Of the parameters, in float32 (parameter_average.py); None if none are averaged.
+    average: Params | None = None

@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from MaxText.config.training_sections import GuardConfig
+from MaxText.config.training_sections import (
+    GuardConfig,
+    OptimizerConfig,
+    ParameterAverageConfig,
+)
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.lowering.optimizer_update import (
@@ -31,8 +35,10 @@ from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.model_objective import FrozenParams
 from MaxText.training.objective import LossSums, LossTotals, loss_sums, loss_totals
-from MaxText.training.optimizer import updated_by_rule
+from MaxText.training.optimizer import COSTLY_OPTIMIZERS, updated_by_rule
+from MaxText.training.parameter_average import initial_average, update_average
 from MaxText.training.state import TrainState
+from MaxText.training.stochastic_rounding import add_updates_stochastically
 from MaxText.value_types import Tree
 
 Metrics = dict[str, jax.Array]  # scalars by name
@@ -40,6 +46,8 @@ Metrics = dict[str, jax.Array]  # scalars by name
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
+_NO_AVERAGE = ParameterAverageConfig()
+_DEFAULT_OPTIMIZER = OptimizerConfig()
 
 
 class _Constants(NamedTuple):
@@ -63,7 +71,10 @@ _GradientFunction = Callable[[Params, Batch, _Constants, jax.Array | None], _Los
 
 
 def make_initialize(
-    model: Model, optimizer: optax.GradientTransformation, guard: GuardConfig = _NO_GUARD
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    guard: GuardConfig = _NO_GUARD,
+    averaging: ParameterAverageConfig = _NO_AVERAGE,
 ) -> Callable[[jax.Array], TrainState]:
     """Returns a pure function from a random key to a fresh state.
 
@@ -71,6 +82,7 @@ def make_initialize(
       model: With `auto` values resolved.
       optimizer: From `make_optimizer`; its state is part of the train state.
       guard: Of spikes; its state is None if it is disabled.
+      averaging: Of parameters; the average is None if it is disabled.
     """
 
     def initialize(key: jax.Array) -> TrainState:
@@ -80,6 +92,7 @@ def make_initialize(
             params=params,
             opt_state=optimizer.init(params),
             guard=spike_guard.initial_state(guard),
+            average=initial_average(averaging, params),
         )
 
     return initialize
@@ -92,7 +105,7 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     guard: GuardConfig = _NO_GUARD,
-    repeat_update: bool = True,
+    optimizer_config: OptimizerConfig = _DEFAULT_OPTIMIZER,
     offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
 ) -> TrainStep:
@@ -111,13 +124,15 @@ def make_train_step(
         step, skipped ones included, and the cost is that of a few scalars.
       num_microbatches: Parts of a batch whose gradients are accumulated one by one.
       guard: Of spikes; as in make_initialize.
-      repeat_update: With a guard, whether TPUs compute an update again after the decision on it,
-        which saves memory (`repeating_updates_saves_memory`). Updates of most optimizers cost few
-        FLOPs, those of muon many.
+      optimizer_config: How updates are added (stochastic_rounding) and averaged
+        (parameter_average). With a guard, TPUs compute an update again after the decision on it,
+        which saves memory (`repeating_updates_saves_memory`), except those of COSTLY_OPTIMIZERS.
       offloads_opt_state: Whether the optimizer state is kept in host memory.
       log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
     objective = model.config.objective
+    averaging = optimizer_config.parameter_average
+    repeats_update = optimizer_config.opt_type not in COSTLY_OPTIMIZERS
     names_of_untrained = updated_by_rule(model.parameters).keys()
 
     def trained(tree: Tree) -> Tree:
@@ -163,7 +178,8 @@ def make_train_step(
            anything is applied: a decision on the host would have to wait for the loss, and keep
            the old state until then.
         5. New parameters and optimizer state; the old ones if the update is skipped. The step
-           counts in both cases, so that data and learning rate go on.
+           counts in both cases, so that data and learning rate go on. The average of the
+           parameters, if there is one, counts the result.
         """
         params = state.params
         opt_state = state.opt_state
@@ -190,7 +206,7 @@ def make_train_step(
         metrics |= {name: metric.mean for name, metric in layer_metrics.items()}
 
         if state.guard is None:
-            new_params = _add_updates(params, updates)
+            new_params = _add_updates(optimizer_config, params, updates, state.step)
             new_guard = None
         else:
             # 4. Decision.
@@ -206,11 +222,13 @@ def make_train_step(
             metrics |= guard_metrics
             # 5. Selection.
             # On TPU the update of step 2 again, of the same inputs: now it can be made in place.
-            if repeat_update and repeating_updates_saves_memory():
+            if repeats_update and repeating_updates_saves_memory():
                 inputs = UpdateInputs(gradients, opt_state, params, accept)
                 gradients, opt_state, params, accept = after_decision(inputs)
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            new_params = spike_guard.select(accept, _add_updates(params, updates), params)
+            new_params = spike_guard.select(
+                accept, _add_updates(optimizer_config, params, updates, state.step), params
+            )
             new_opt_state = spike_guard.select(accept, new_opt_state, opt_state)
 
         metrics |= {
@@ -223,7 +241,9 @@ def make_train_step(
             metrics |= _norm_per_layer(
                 model, grad_norm=trained(gradients), param_norm=trained(new_params)
             )
-        return TrainState(state.step + 1, new_params, new_opt_state, new_guard), metrics
+        new_average = update_average(averaging, state.average, new_params, state.step)
+        new_state = TrainState(state.step + 1, new_params, new_opt_state, new_guard, new_average)
+        return new_state, metrics
 
     return train_step
 
@@ -276,8 +296,12 @@ def _without(tree: Tree, names: Collection[str]) -> Tree:
     return cast(Tree, traverse_util.unflatten_dict(remaining, sep="/"))
 
 
-def _add_updates(params: Params, updates: optax.Updates) -> Params:
+def _add_updates(
+    config: OptimizerConfig, params: Params, updates: optax.Updates, step: jax.Array
+) -> Params:
     """Returns parameters + updates, in the dtype of the parameters."""
+    if config.stochastic_rounding:
+        return add_updates_stochastically(params, cast(Params, updates), step)
     return cast(Params, optax.apply_updates(params, updates))
 
 

@@ -1,6 +1,7 @@
 """Which arrays of a checkpoint may take the place of which."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +89,14 @@ def test_a_mismatch_that_no_key_explains():
     values = {"base_emb_dim": 8}
     assert message_of(values, values | {"steps": 9})[-1].endswith("so the program itself changed.")
     assert message_of(None, values)[-1] == "  The checkpoint does not record its configuration."
+
+
+@pytest.mark.parametrize("stored", [{}, {"parametrization": "mup", "base_shape": {"head_dim": 4}}])
+def test_weights_of_another_parametrization_are_refused(stored):
+    """Their shapes fit, and they mean something else. Older checkpoints lack the keys."""
+    tree = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    current = {"parametrization": "mup", "base_shape": {"head_dim": 8}}
+    assert check_compatible(tree, tree, ConfigDiff(stored, stored)) == {}
+    message = "base_shape {head_dim: 4} -> " if stored else "parametrization standard -> mup"
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_compatible(tree, tree, ConfigDiff(stored, current))

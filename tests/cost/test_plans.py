@@ -123,6 +123,30 @@ def test_tensor_parallelism_cuts_activations_and_exchanges_them():
     assert plan.communication[1].num_bytes == pytest.approx(2 * (2 * 2 * 3 + 3 + 2) * state / 2)
 
 
+@pytest.mark.parametrize(
+    ("keys", "local"),
+    [
+        (
+            {"mixer": "mamba2", "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2},
+            {"mamba_n_heads": 1, "mamba_n_groups": 1},
+        ),
+        (
+            {"mixer": "gated_delta_net", "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            {"linear_num_key_heads": 1, "linear_num_value_heads": 1},
+        ),
+        (
+            {"base_num_query_heads": 4, "base_num_kv_heads": 2},
+            {"base_num_query_heads": 1, "base_num_kv_heads": 1},
+        ),
+    ],
+    ids=["groups of Mamba-2", "key heads of DeltaNet", "key heads of attention"],
+)
+def test_shared_heads_that_tensor_parallelism_does_not_divide(keys, local):
+    mesh = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 4, "sharding_tolerance": 1.0}
+    local_config = plan_of("4xH100", **mesh, **keys).program.local_model.config
+    assert local_config == local_config.with_values(local)
+
+
 def test_a_second_fsdp_axis_splits_weights_and_no_products():
     keys: dict[str, Any] = {"ici_fsdp_parallelism": 2, "dtype": "bfloat16"}
     two, one = plan_of("4xH100", ici_fsdp_transpose_parallelism=2, **keys), plan_of("4xH100")

@@ -194,3 +194,19 @@ def test_refused_before_anything_runs(trained, configs, arguments, message):
     with pytest.raises(UserError, match=message):
         compare("a.yml", "b.yml", *arguments)
     assert not trained
+
+
+def test_probes_are_compared_by_accuracy(trained, configs):
+    probe = ("dataset_type=probe", "probe=mqar", "probe_size=4", "eval_interval=4")
+    lines = compare("a.yml", "b.yml", "match=tokens", "seeds=3", *probe)
+    text = "\n".join(lines)
+    assert "[1/6] a seed 0: validation loss 4.0000, accuracy 0.2500" in text
+    (sentence,) = [line for line in lines if "95 % interval" in line]
+    assert sentence.startswith("b is higher than a by 0.6500 in accuracy")
+    assert sentence in (configs / "out" / "report.html").read_text()
+    with (configs / "out" / "summary.csv").open(encoding="utf-8") as file:
+        by_label = {row["config"]: row for row in csv.DictReader(file)}
+    assert {label: row["probe"] for label, row in by_label.items()} == {
+        "a": "failed",
+        "b": "solved",
+    }

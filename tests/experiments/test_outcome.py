@@ -1,5 +1,6 @@
 """Means, intervals, tables, summary_lines and CSV files, from results that are known."""
 
+import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -224,6 +225,74 @@ def test_losses_of_different_kinds_have_no_difference():
     assert [row[1] for row in rows] == ["4.5000 (cross-entropy)", "2.0000 (entmax, alpha 1.3)"]
     (sentence,) = comparison_results.summary_lines([a, b], plan(), [])
     assert sentence.endswith("cross-entropy (a); entmax, alpha 1.3 (b).")
+
+
+ACCURACIES = {"a": {0: 0.2, 1: 0.3, 2: 0.25}, "b": {0: 0.995, 1: 1.0, 2: 0.99}}
+
+
+def labeled(accuracies=ACCURACIES) -> list[RunResult]:
+    """Results of a probe; losses say the opposite of accuracies."""
+    return [
+        result(name, seed, None if value is None else 1.0 + value, validation_accuracy=value)
+        for name, value_by_seed in accuracies.items()
+        for seed, value in value_by_seed.items()
+    ]
+
+
+def test_labeled_data_are_compared_by_accuracy(tmp_path):
+    groups = group_results(["a", "b"], labeled())
+    difference = comparison_results.differences(groups)["b"]
+    expected = scipy.stats.ttest_rel(*(list(ACCURACIES[label].values()) for label in "ba"))
+    interval = expected.confidence_interval(0.95)
+    assert (difference.mean, difference.ci_low, difference.ci_high, difference.p_value) == (
+        pytest.approx((0.745, interval.low, interval.high, expected.pvalue))
+    )
+    *_, sentence = comparison_results.text_lines(groups, plan(), [])
+    assert sentence.startswith("b is higher than a by 0.7450 in accuracy (95 % interval ")
+    columns = comparison_results.table_header(groups)
+    rows = [dict(zip(columns, row, strict=True)) for row in comparison_results.table_rows(groups)]
+    assert [(row["configuration"], row["accuracy"], row["probe"]) for row in rows] == [
+        ("b", "0.9950", "solved"),
+        ("a", "0.2500", "failed"),
+    ]
+    assert [row["validation loss"] for row in rows] == ["1.9950", "1.2500"]  # in nats, too
+    comparison_results.write_summary_csv(tmp_path / "summary.csv", groups)
+    with (tmp_path / "summary.csv").open(encoding="utf-8") as file:
+        first, second = csv.DictReader(file)
+    assert (first["accuracy"], first["probe"], first["difference"]) == ("0.25", "failed", "")
+    assert (second["accuracy"], second["probe"]) == ("0.995", "solved")
+    assert float(second["difference"]) == pytest.approx(0.745)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "outcome"),
+    [
+        ({0: 0.99, 1: 1.0}, "solved"),
+        ({0: 0.9899, 1: 1.0}, "between"),
+        ({0: 1.0, 1: None}, "between"),  # a diverged seed
+        ({0: 0.5, 1: 0.1}, "failed"),
+        ({0: 0.5001, 1: 0.1}, "between"),
+        ({0: None}, "-"),
+    ],
+)
+def test_a_probe_is_solved_or_failed_by_all_seeds(accuracies, outcome):
+    (group,) = group_results(["a"], labeled({"a": accuracies}))
+    assert group.outcome == outcome
+
+
+def test_the_best_value_of_a_sweep_of_labeled_data_has_the_highest_accuracy(configs):
+    rates = "sweep={learning_rate: [1e-3, 3e-3, 6e-3]}"
+    all_variants = variants("a.yml", rates)
+    labels = [variant.label for variant in all_variants]
+    accuracies = {
+        label: {0: value, 1: value} for label, value in zip(labels, (0.2, 0.9, 0.5), strict=True)
+    }
+    planned = dict.fromkeys(labels, plan().planned["a"])
+    solved_plan = Plan(Path("x"), plan().question, {}, planned=planned)
+    lines = comparison_results.summary_lines(
+        group_results(labels, labeled(accuracies)), solved_plan, all_variants
+    )
+    assert "learning_rate=3e-3 has the best learning_rate of 0.001, 0.003, 0.006." in lines
 
 
 def swept(losses: Sequence[Sequence[float | None]], *arguments: str) -> list[str]:

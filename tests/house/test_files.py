@@ -247,7 +247,8 @@ BELOW |= {
     "reports": "config storage monitoring",
     "run": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation reports",
     "conformance": f"{_LOWER} growth cost",
-    "experiments": f"{_LOWER} hardware monitoring growth cost compilation reports run launchers",
+    "experiments": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation"
+    " reports run conformance launchers",
     "launchers": "config storage runtime hardware checkpointing",
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
@@ -94,6 +95,43 @@ def test_group_products(group, order):
     for element, label in zip(record.tokens - 1, record.labels - 1, strict=True):
         product = table[product, element]
         assert label == product
+
+
+@pytest.mark.parametrize(("group", "num_things"), [("s3", 3), ("a5", 5), ("s5", 5)])
+def test_labels_are_products_of_permutation_matrices(group, num_things):
+    identity = np.eye(num_things, dtype=int)
+    matrices = [identity[list(images)] for images in itertools.permutations(range(num_things))]
+    if group == "a5":
+        matrices = [matrix for matrix in matrices if round(np.linalg.det(matrix)) == 1]
+    record = probes.group_products(generator(3), 40, group)
+    assert record.labels is not None
+    product = identity
+    for token, label in zip(record.tokens, record.labels, strict=True):
+        product = product @ matrices[token - 1]
+        assert (product == matrices[label - 1]).all()
+
+
+def test_lengths_positions_and_elements_are_uniform():
+    """By Pearson's test, which a correct generator fails for one seed of 10,000."""
+    copies = [probes.copy(generator(seed), 20) for seed in range(2000)]
+    records = [probes.induction(generator(seed), 20, 6) for seed in range(2000)]
+    elements = probes.group_products(generator(), 20_000, "a5")
+    assert elements.labels is not None
+    counts = {
+        "letters of copy": np.bincount([(len(r.tokens) - 1) // 2 - 1 for r in copies]),
+        "positions of the marker": np.bincount([r.tokens.tolist().index(1) for r in records]),
+        "elements": np.bincount(elements.tokens - 1),
+        "products": np.bincount(elements.labels - 1),
+    }
+    sizes = {name: len(count) for name, count in counts.items()}
+    assert sizes == {
+        "letters of copy": 20,
+        "positions of the marker": 19,  # a successor precedes the second marker
+        "elements": 60,
+        "products": 60,
+    }
+    p_values = {name: scipy.stats.chisquare(count).pvalue for name, count in counts.items()}
+    assert min(p_values.values()) > 1e-4, p_values
 
 
 def probe_config(**keys: Any):

@@ -73,6 +73,20 @@ def test_slurm(launch, tmp_path):
     assert commands(launch("slurm", "stop", "--job-id=7")) == [["scancel", "7"]]
 
 
+def test_engines(launch):
+    remote = ("--", "quickstart.yml", "base_output_directory=gs://b/out", "run_name=a.b")
+    result = launch("jobset", "submit", "--image=i", "--hosts=2", *remote)
+    assert commands(result) == [
+        ["kubectl", "apply", "--filename=maxtext_output/logs/a.b/a-b.jobset.yml"]
+    ]
+    assert "completions: 2" in result[1]
+    result = launch("sky", "submit", "--accelerators=H100:8", *remote)
+    ((*launched, file),) = commands(result)
+    assert launched[:3] == ["sky", "jobs", "launch"]
+    assert file == "maxtext_output/logs/a.b/a.b.sky.yml"
+    assert "H100:8" in result[1]
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -84,6 +98,10 @@ def test_slurm(launch, tmp_path):
         ("gcloud stop --name=p --zone=z -- quickstart.yml", "action run"),
         ("gcloud create --name=p --zone=z", "--accelerator-type and --version"),
         ("slurm stop", "--job-id=NUMBER"),
+        ("jobset stop", "--name"),
+        ("jobset submit -- quickstart.yml", "--image"),
+        ("sky logs", "--name"),
+        ("sky submit -- quickstart.yml", "--accelerators"),
         ("nowhere", "nowhere"),
     ],
 )

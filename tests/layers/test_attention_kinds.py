@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.conformance.comparison import matmul_flops
+from MaxText.cost.jaxpr_operations import count_operations
 from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.attention.linear_attention import (
     bidirectional_linear_attention,
@@ -91,7 +91,7 @@ def test_products_of_a_window_grow_with_the_length_and_not_its_square():
     def flops(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 4), jnp.float32)
         run = functools.partial(dot_product_attention, spec=AttentionSpec(window=16))
-        return matmul_flops(jax.make_jaxpr(run)(x, x, x).jaxpr)
+        return count_operations(jax.make_jaxpr(run)(x, x, x).jaxpr).matmul_flops
 
     assert flops(2048) / flops(512) < 4.2
 

@@ -14,7 +14,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.assembly.remat import apply_remat
 from MaxText.layers.depth.connections import rms_norm_matmul
 from MaxText.training.objective import loss_sums
-from MaxText.training.optimizer import map_param_names
+from MaxText.training.optimizers.parameter_trees import map_param_names
 from tests.growth.growing import by_name
 from tests.small_models import random_batch, some_quick, tiny_config, trainer
 

@@ -82,9 +82,8 @@ RECURRENT = {
     "mamba_d_state": 6,
     "mamba_chunk_size": 4,
 }
-# Convolutions are no matrix products. Rates of a head are float32; decays of KDA, in layer 1, are
-# those of channels.
-NOT_QUANTIZED = re.compile(r"layers/.*/(\w*_conv|beta|dt_proj)/kernel|layers/0/.*/decay/kernel")
+# Convolutions are no matrix products. What sets decays and write strengths is not quantized.
+NOT_QUANTIZED = re.compile(r"layers/.*/(\w*_conv|beta|decay|decay_down|dt_proj)/kernel")
 
 
 @pytest.mark.parametrize(

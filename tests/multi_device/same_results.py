@@ -79,6 +79,7 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
         optimizer,
         schedule,
         num_microbatches=num_microbatches,
+        optimizer_config=config.optimizer,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
     )
     state = sharding.abstract_state(initialize, model.parameters)

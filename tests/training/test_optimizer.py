@@ -11,7 +11,8 @@ import pytest
 
 from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.training.optimizer import make_optimizer, map_param_names
+from MaxText.training.optimizer import make_optimizer
+from MaxText.training.optimizers.parameter_trees import map_param_names
 from MaxText.training.schedule import learning_rate_schedule
 from tests.growth.growing import by_name
 from tests.small_models import tiny_config

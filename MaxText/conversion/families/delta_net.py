@@ -36,6 +36,7 @@ from MaxText.conversion.layer_table import (
     GLOBAL_KIND,
     LINEAR,
     LayerKind,
+    Layers,
     LayerTable,
     every_nth_global,
     write_layer_types,
@@ -292,6 +293,16 @@ def _write_positions(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}, **config}
 
 
+_read_every_fourth = every_nth_global("", default=4, others=LINEAR)
+
+
+def _read_olmo_types(layers: Layers) -> list[str]:
+    """Returns the kinds of layers: by default every fourth has attention, or else the last."""
+    types = _read_every_fourth(layers)
+    is_given = layers.config.get("layer_types") is not None
+    return types if is_given or GLOBAL in types else [*types[:-1], GLOBAL]
+
+
 OLMO_HYBRID = descendant(
     "OlmoHybridForCausalLM",
     hf.family_default("position_embedding", _positions),
@@ -339,7 +350,7 @@ OLMO_HYBRID = descendant(
             LayerKind(LINEAR, "D", {**DELTA_KIND.keys, "norm_placement": "pre"}),
             LayerKind(GLOBAL, "G", {**GLOBAL_KIND.keys, "norm_placement": "post"}),
         ),
-        every_nth_global("", default=4, others=LINEAR),
+        _read_olmo_types,
         write_layer_types,
     ),
     read_config=_read_positions,

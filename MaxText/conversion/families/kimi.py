@@ -15,6 +15,7 @@ from MaxText.conversion.families.deepseek import LATENT_ATTENTION, latent_attent
 from MaxText.conversion.families.llama import (
     GATED_MLP,
     LAYER,
+    MLP,
     PRE_NORMS,
     biases,
     descendant,
@@ -168,6 +169,10 @@ _KDA = (
     _of_head("dt_bias", "dt_bias", "(N H)", "N H"),
     _of_head("o_norm.weight", "norm/scale", "H", "H"),
 )
+# transformers 5.24 gives dense layers the name of experts.
+_DENSE_MLP = tuple(
+    dataclasses.replace(row, legacy_names=(row.hf_name.replace(MLP, _MOE),)) for row in GATED_MLP
+)
 _WITHOUT_ROTARY = tuple(
     dataclasses.replace(row, rotary_order="halves", rotary_part="first") for row in LATENT_ATTENTION
 )
@@ -199,7 +204,7 @@ KIMI_LINEAR = descendant(
         PRE_NORMS,
         _WITHOUT_ROTARY,
         _KDA,
-        GATED_MLP,
+        _DENSE_MLP,
         expert_layers.rows(_MOE, projections="w1 w3 w2"),
         expert_layers.shared_rows(_MOE + "shared_experts."),
         expert_layers.correction_bias(_MOE + "gate.e_score_correction_bias"),

@@ -417,10 +417,15 @@ def _write_key_factor(values: Mapping[str, Any]) -> float:
     return 1.0 if scale is None else float(f"{scale * values['head_dim'] ** 0.5:.15g}")
 
 
+def _read_falcon(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the width of all heads, which only null leaves open."""
+    return {"mamba_d_ssm": 1024, **config}
+
+
 def _read_d_ssm(value: Any, config: Mapping[str, Any]) -> Any:
     """Returns None if the heads are as wide together as config.json says, else REQUIRED."""
-    width = config["mamba_n_heads"] * config["mamba_d_head"]
-    return None if value is None or value == width else hf.REQUIRED
+    head_dim = _read_head_dim(config["mamba_d_head"], config)
+    return None if config["mamba_n_heads"] * head_dim == _width(config) else hf.REQUIRED
 
 
 def _read_out_bias(value: Any, config: Mapping[str, Any]) -> Any:
@@ -433,8 +438,7 @@ FALCON_H1 = descendant(
     hf.ConfigMapping(
         ("mamba_d_ssm",),
         (),
-        1024,
-        null=None,
+        None,
         hint="It is mamba_n_heads * mamba_d_head.",
         read=_read_d_ssm,
         write=lambda values: values["mamba_n_heads"] * values["mamba_d_head"],
@@ -478,6 +482,7 @@ FALCON_H1 = descendant(
         _GATED_MLP,
         final_norm="model.final_layernorm",
     ),
+    read_config=_read_falcon,
 )
 
 
@@ -515,9 +520,13 @@ def _write_parts(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_nemotron(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the number of layers, which newer files do not have."""
-    types = config.get(_TYPES) or config.get(_PATTERN)
-    return config if types is None else config | {"num_hidden_layers": len(types)}
+    """Returns a config.json with the number of layers, which newer files do not have.
+
+    The class ignores the number in files without a list of layers, too, and has one of each kind.
+    """
+    if not config.get(_TYPES) and not config.get(_PATTERN):
+        config = config | {_TYPES: [_RECURRENT, "moe", GLOBAL, _MLP]}
+    return config | {"num_hidden_layers": len(config.get(_TYPES) or config[_PATTERN])}
 
 
 def _write_nemotron(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 from MaxText.errors import UserError
 from MaxText.experiments.ladder.measurements import LEVEL, Arm, Interval, Rung
@@ -130,7 +131,7 @@ class Speedup:
     intercept: np.ndarray  # ln S at `center`, [K]
     slope: np.ndarray  # of ln S per e-fold of compute, [K]
     constant_draws: np.ndarray  # ln S, [K]
-    standard_t: np.ndarray  # Student draws for the ratio of throughputs, uniform quantiles: [K]
+    timing_quantiles: np.ndarray  # uniform, of Student's t for the ratio of throughputs: [K]
 
     @property
     def top(self) -> float:
@@ -149,11 +150,8 @@ class Speedup:
             raise AssertionError("an estimate of at least one timing has a mean")
         if ratio.std is None:
             return ratio.mean
-        # scipy.special, because scipy.stats takes a second to import.
-        from scipy.special import stdtrit
-
         error = ratio.std / math.sqrt(ratio.count)
-        return ratio.mean + error * stdtrit(ratio.count - 1, self.standard_t)
+        return ratio.mean + error * stdtrit(ratio.count - 1, self.timing_quantiles)
 
     def line_draws(self, compute: float, currency: str = FLOPS) -> np.ndarray:
         """Returns draws of ln S on the line: float [K].
@@ -265,7 +263,7 @@ def measure_speedup(
         intercept=line[:, 0],
         slope=line[:, 1],
         constant_draws=constant[:, 0],
-        standard_t=generator.uniform(size=num_draws),
+        timing_quantiles=generator.uniform(size=num_draws),
     )
 
 

@@ -12,6 +12,7 @@ from MaxText.experiments.ladder.ladder_results import (
     PREDICTION_HEADER,
     RUNG_HEADER,
     LadderResults,
+    cost_sentence,
     ladder_json,
     prediction_table,
     rung_rows,
@@ -77,7 +78,11 @@ def ladder_sections(results: LadderResults) -> list[PageSection]:
                 PageTable(PREDICTION_HEADER, prediction_table(results.outcomes)),
             )
         )
-    rungs = PageSection("Rungs", [_RUNG_NOTE], PageTable(RUNG_HEADER, rung_table(results)))
+    rungs = PageSection(
+        "Rungs",
+        [_RUNG_NOTE, cost_sentence(results)],
+        PageTable(RUNG_HEADER, rung_table(results)),
+    )
     return [*sections, rungs]
 
 

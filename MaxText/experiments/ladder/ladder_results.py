@@ -14,6 +14,13 @@ from MaxText.experiments.ladder.effective_speedup import (
     has_times,
     measure_speedup,
 )
+from MaxText.experiments.ladder.ladder_verdict import (
+    LadderVerdict,
+    describe_currency,
+    format_interval,
+    judge,
+    warnings_of,
+)
 from MaxText.experiments.ladder.measurements import Arm, Interval, Rung
 from MaxText.experiments.ladder.preregistration import PredictionOutcome
 from MaxText.experiments.ladder.scaling_law import (
@@ -21,13 +28,6 @@ from MaxText.experiments.ladder.scaling_law import (
     MIN_RUNGS_TO_PROJECT,
     LawPosterior,
     fit_law,
-)
-from MaxText.experiments.ladder.verdict import (
-    Verdict,
-    describe_currency,
-    format_interval,
-    judge,
-    warnings_of,
 )
 from MaxText.value_types import JsonObject
 
@@ -39,7 +39,7 @@ class LadderResults:
     arms: Sequence[Arm]
     laws: Mapping[str, LawPosterior]  # by label of the arm
     speedups: Mapping[str, Speedup]  # by label of the variant
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, LadderVerdict]
     currencies: Sequence[str]  # of speed-ups; the last one decides
     outcomes: Sequence[PredictionOutcome] = ()
     warnings: Sequence[str] = ()  # what weakens or prevents a law or a verdict
@@ -86,7 +86,7 @@ def analyze_ladder(
                 speedups[variant.label] = measure_speedup(baseline, variant, laws[baseline.label])
             except UserError as error:
                 warnings.append(str(error))
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, LadderVerdict] = {}
     if len(baseline.rungs) >= MIN_RUNGS_TO_PROJECT:
         verdicts = {
             variant.label: judge(
@@ -292,6 +292,22 @@ def ladder_json(results: LadderResults) -> JsonObject:
         ],
         "warnings": [*results.warnings],
     }
+
+
+def cost_sentence(results: LadderResults) -> str:
+    """Returns what all finished runs of a ladder cost together."""
+    rungs = [rung for arm in results.arms for rung in arm.rungs]
+    counts = [len(rung.losses) + len(rung.diverged) for rung in rungs]
+    flops = sum(count * rung.compute for count, rung in zip(counts, rungs, strict=True))
+    text = f"{sum(counts)} runs: {formatting.format_operations(flops)} FLOPs"
+    seconds = [_seconds(rung) for rung in rungs]
+    known = [value for value in seconds if value is not None]
+    if len(known) == len(rungs):
+        total = sum(count * value for count, value in zip(counts, known, strict=True))
+        text += f", {formatting.short_time(total)} of training steps"
+    if any(arm.num_diverged for arm in results.arms):
+        text += "; diverged runs are counted whole"
+    return f"{text}."
 
 
 PREDICTION_HEADER = ("configuration", "FLOPs", "predicted", "measured", "inside", "SHA-256")

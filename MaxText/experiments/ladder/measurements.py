@@ -15,7 +15,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.value_types import JsonObject
 
-LEVEL = 0.95  # of every interval, unless several variants share it; see `verdict.judge`
+LEVEL = 0.95  # of every interval, unless several variants share it; see `ladder_verdict.judge`
 
 
 class Interval(NamedTuple):

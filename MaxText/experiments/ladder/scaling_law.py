@@ -49,7 +49,7 @@ def fit_log_linear(
     return log_reducible.mean(1) + exponent * log_compute.mean(), exponent
 
 
-class _LeastSquares(NamedTuple):
+class LawFits(NamedTuple):
     """Fits of the law for G asymptotes."""
 
     parameters: np.ndarray  # log_scale, exponent: [G, 2]
@@ -57,17 +57,23 @@ class _LeastSquares(NamedTuple):
     squared_residuals: np.ndarray  # sums, [G]
 
 
-def _least_squares(
+def fit_given_asymptotes(
     log_compute: np.ndarray, losses: np.ndarray, asymptotes: np.ndarray
-) -> _LeastSquares:
-    """Fits log_scale and exponent to losses by Gauss-Newton, for each asymptote."""
+) -> LawFits:
+    """Fits log_scale and exponent to losses by Gauss-Newton, for each asymptote.
+
+    Args:
+      log_compute: Natural logarithms, relative to the center: float [R].
+      losses: Nats per token, float [R].
+      asymptotes: Smaller than all losses, float [G].
+    """
     parameters = np.stack(fit_log_linear(log_compute, losses, asymptotes), axis=1)
     for _ in range(_GAUSS_NEWTON_STEPS + 1):
         reducible = np.exp(parameters[:, :1] - parameters[:, 1:] * log_compute)
         jacobian = np.stack([reducible, -log_compute * reducible], axis=2)
         residuals = losses - asymptotes[:, None] - reducible
         information = np.einsum("gri,grj->gij", jacobian, jacobian)
-        last = _LeastSquares(parameters, information, (residuals**2).sum(1))
+        last = LawFits(parameters, information, (residuals**2).sum(1))
         gradient = np.einsum("gri,gr->gi", jacobian, residuals)
         parameters = parameters + np.linalg.solve(information, gradient[:, :, None])[:, :, 0]
     return last
@@ -191,7 +197,7 @@ def fit_law(
     center = float(np.exp(np.log(computes).mean()))
     log_compute = np.log(computes / center)
     grid = ASYMPTOTE_SHARES * losses.min() if asymptote is None else np.array([asymptote])
-    fits = _least_squares(log_compute, losses, grid)
+    fits = fit_given_asymptotes(log_compute, losses, grid)
 
     exponents = fits.parameters[:, 1]
     degrees = len(rungs) - 2

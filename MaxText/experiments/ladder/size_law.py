@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from MaxText.errors import UserError
 from MaxText.experiments.ladder.measurements import Interval
@@ -171,13 +172,10 @@ def _fit_from_grid(cells: _Cells, log_n_mean: float, log_d_mean: float) -> np.nd
 
 def _minimize(cells: _Cells, start: np.ndarray) -> np.ndarray:
     """Returns the parameters of the nearest minimum of the summed Huber losses: float [5]."""
-    # It takes a quarter of a second to import.
-    from scipy.optimize import least_squares
-
     return least_squares(
         cells.residuals,
         start,
-        cells.jacobian,
+        cells.jacobian,  # pyright: ignore[reportArgumentType]  # declared as a name only
         loss="huber",
         f_scale=HUBER_DELTA,
         x_scale="jac",

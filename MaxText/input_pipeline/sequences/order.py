@@ -8,6 +8,7 @@ Legend: B sequences of a batch.
 
 import abc
 import bisect
+import copy
 import functools
 import hashlib
 import itertools
@@ -32,6 +33,7 @@ _SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 1
 # Streams of random tokens, independent for the same seed.
 TRAIN_STREAM = 0
 EVAL_STREAM = 1
+SECOND_EVAL_STREAM = 2  # of eval_half=second
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,6 +81,24 @@ class OrderedSequences:
         self._seed = seed
         self._shuffle = shuffle
         self._groups = groups
+        self._first = 0  # sequence of the dataset, if only some are visited
+
+    def half(self, *, is_second: bool) -> "OrderedSequences":
+        """Returns one pass over the first or the second half of the sequences, in their order.
+
+        The first half is the smaller one of an odd number.
+
+        Args:
+          is_second: Which half.
+        """
+        assert not self._shuffle
+        assert self.num_sequences == self._epoch_size
+        middle = self._epoch_size // 2
+        half = copy.copy(self)
+        half._first = middle if is_second else 0
+        half._epoch_size = self._epoch_size - middle if is_second else middle
+        half.num_sequences = half._epoch_size
+        return half
 
     def sequence_index(self, order_index: int) -> int:
         """Returns the sequence at a place of this order; NO_SEQUENCE past the last epoch."""
@@ -86,7 +106,7 @@ class OrderedSequences:
             return NO_SEQUENCE
         epoch, index_in_epoch = divmod(order_index, self._epoch_size)
         if not self._shuffle:
-            return index_in_epoch
+            return self._first + index_in_epoch
         first = 0
         end = self._epoch_size
         if self._groups is not None:

@@ -12,7 +12,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import scaled
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import Norm, make_norm
-from MaxText.layers.params import Init
+from MaxText.layers.params import Init, stream
 from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
 from MaxText.layers.part_scalars import add_scalars
@@ -54,8 +54,8 @@ class Block(nnx.Module):
         self.path_ramps = config.dropout.drop_path_schedule == "linear"
         self.num_layers = layer.dimensions.num_layers
         self.residual_multiplier = config.block.residual_multiplier
-        self.build_mixer(layer, init, rngs)
-        self.build_feed_forward(layer, init, rngs)
+        self.build_mixer(layer, init, stream(rngs, "mixer"))
+        self.build_feed_forward(layer, init, stream(rngs, "feed_forward"))
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
         """Builds the mixer and its norm."""

@@ -33,7 +33,7 @@ from MaxText.layers.dense import Embedding, scaled
 from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import Norm, make_norm
-from MaxText.layers.params import Init, initializers
+from MaxText.layers.params import Init, initializers, stream
 from MaxText.layers.part import (
     Carry,
     DecodeState,
@@ -103,25 +103,29 @@ class Decoder(nnx.Module):
         layers = config.layers
         init = _make_init(config, whole_model)
         self.config = config
-        # Each part draws its weights from `rngs`, in this order.
-        self.token_embedder = _make_embedding(config, init, rngs)
-        self.embedding_norm = _make_embedding_norm(config, init, rngs)
-        has_inputs = config.embedding.hidden_size_per_layer_input > 0
-        self.per_layer_inputs = PerLayerInputs(config, init, rngs) if has_inputs else None
+        self.token_embedder = _make_embedding(config, init, stream(rngs, "token_embedder"))
+        self.embedding_norm = _make_embedding_norm(config, init, stream(rngs, "embedding_norm"))
+        self.per_layer_inputs = None
+        if config.embedding.hidden_size_per_layer_input > 0:
+            self.per_layer_inputs = PerLayerInputs(config, init, stream(rngs, "per_layer_inputs"))
         layer_of_positions = _layer_of_positions([whole_model, *layers])
+        position_rngs = stream(rngs, "positions")
         self.position_embedder, *other_positions = [
-            _make_position(config, layer, rngs) for layer in layer_of_positions.values()
+            _make_position(config, layer, position_rngs) for layer in layer_of_positions.values()
         ]
         self.other_positions = nnx.List(other_positions)
-        self.layers, self.blueprint = _make_layers(config, layers, list(layer_of_positions), rngs)
-        self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
-        self.decoder_norm = make_final_norm(config, init, rngs)
+        self.layers, self.blueprint = _make_layers(
+            config, layers, list(layer_of_positions), stream(rngs, "layers")
+        )
+        connection = lookup("connection", config.connection)
+        self.connections = connection.build(whole_model, init, stream(rngs, "connections"))
+        self.decoder_norm = make_final_norm(config, init, stream(rngs, "decoder_norm"))
         head, head_config = head_and_layer(config)
-        self.head = head.build(head_config, init, rngs)
-        # The last one, so that the weights drawn above do not depend on the objective.
+        self.head = head.build(head_config, init, stream(rngs, "head"))
         objective = lookup("objective", config.objective.name)
-        is_class = isinstance(objective, type)
-        self.objective = objective.build(whole_model, init, rngs) if is_class else None
+        self.objective = None
+        if isinstance(objective, type):
+            self.objective = objective.build(whole_model, init, stream(rngs, "objective"))
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of whole sequences."""

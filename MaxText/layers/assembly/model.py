@@ -12,6 +12,8 @@ from jax.tree_util import KeyPath
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.assembly.decoder import Decoder
+from MaxText.layers.assembly.parametrization import depth_factors, init_factors, with_ratios
+from MaxText.layers.dense import scaled
 from MaxText.layers.params import AbstractRngs, Params
 from MaxText.parallelism.logical_sharding import OBJECTIVE_LAYERS, ParamSpec
 from MaxText.value_types import Tree
@@ -66,7 +68,7 @@ class Model:
           config: With `auto` values resolved (training/backend_defaults.py).
         """
         self.config = config  # with `auto` values resolved
-        module = Decoder(config, AbstractRngs())
+        module = Decoder(config.with_multipliers, AbstractRngs())
         self.blueprint = module.blueprint  # which layers are stacked
         self._graphdef, state = nnx.split(module)
         for path, parameter in nnx.to_flat_state(state):
@@ -88,7 +90,15 @@ class Model:
                 row=metadata["row"] or self.placed(name)[0].rpartition("/")[0],
                 is_recomputed=metadata["is_recomputed"],
                 update_rule=metadata["update_rule"],
+                init_std=metadata["init_std"],
+                is_readout=metadata["is_readout"],
             )
+        # By what freshly drawn weights are multiplied, by name; none in standard form.
+        self._init_factors: dict[str, float] = {}
+        if not config.is_standard:
+            base = Model(config.at_base_shape).parameters
+            self.parameters = with_ratios(self.parameters, base, depth_factors(config))
+            self._init_factors = init_factors(self.parameters, base)
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
         """Returns the stored array of a layer's parameter, and its row there.
@@ -134,8 +144,16 @@ class Model:
 
     def initialize(self, key: jax.Array) -> Params:
         """Returns fresh parameters. Pure: call it under jit with output shardings."""
-        state = nnx.state(Decoder(self.config, nnx.Rngs(params=key)))
-        return _as_stored(nnx.to_pure_dict(state))
+        state = nnx.state(Decoder(self.config.with_multipliers, nnx.Rngs(params=key)))
+        params = _as_stored(nnx.to_pure_dict(state))
+        if not self._init_factors:
+            return params
+
+        def scaled_leaf(path: KeyPath, leaf: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return scaled(leaf, self._init_factors.get(name, 1.0))
+
+        return jax.tree_util.tree_map_with_path(scaled_leaf, params)
 
     def merge(self, parameters: Params) -> Decoder:
         """Returns the decoder with these parameters: stored ones, or from `unstack_params`.

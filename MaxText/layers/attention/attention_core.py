@@ -458,6 +458,8 @@ def attend_square(
     num_kv_heads = k_BKSH.shape[-3]
     group = num_heads // num_kv_heads
     scores_BKRS = _scores(q_BTNH, k_BKSH, spec)
+    if capture.is_on():
+        capture.record(scores_BKRS.reshape(batch, num_heads, length, -1), "scores")
     if spec.slopes_N is not None or spec.score_hook is not None:
         scores_BNTS = scores_BKRS.reshape(batch, num_heads, length, -1)
         positional_BNTS = spec.positional_scores(

@@ -27,7 +27,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.feed_forward.activations import ACTIVATIONS, clamped
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
-from MaxText.layers.params import Init, Initializer, Shape, param, zeros
+from MaxText.layers.params import Init, Initializer, for_each_expert, param, zeros
 from MaxText.layers.part_scalars import Metric, Scalars, Statistic
 from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
@@ -169,7 +169,7 @@ class Experts(nnx.Module):
                 rngs,
                 (num_experts, inputs, outputs),
                 ("exp", *axes),
-                _for_each_expert(initializer),
+                for_each_expert(initializer),
                 dtype=init.weight_dtype,
                 num_input_dims=1,
                 used_in=init.dtype,
@@ -275,6 +275,7 @@ class RoutedMoE(nnx.Module):
             rngs,
             use_bias=config.router_bias,
             used_in=used_in,
+            readout=True,
         )
         self.gate_correction_bias = _correction_bias(config, rngs) if config.routed_bias else None
         self.experts = Experts(config, feed_forward, init, rngs)
@@ -287,6 +288,7 @@ class RoutedMoE(nnx.Module):
         x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
         logits_GSE = self.gate(x_GSD)
         p_GSE, scores_GSE = self._scores(logits_GSE)
+        record(logits_GSE.reshape(batch, length, -1), "router_logits")
         record(p_GSE.reshape(batch, length, -1), "router_probabilities")
         is_token_GS = jnp.ones(x_GSD.shape[:2], bool)
         if context.segments_BT is not None:
@@ -635,15 +637,3 @@ def _routing_metrics(p_GSE: jax.Array, load_E: jax.Array, is_token_GS: jax.Array
         "moe_max_load_ratio": Metric(num_tokens * max_load_ratio, num_tokens),
         "moe_router_entropy": Metric((entropy_GS * is_token_GS).sum(), num_tokens),
     }
-
-
-def _for_each_expert(initializer: Initializer) -> Initializer:
-    """Returns an initializer that draws each expert's matrix with a key of its own."""
-
-    def initialize(
-        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
-    ) -> jax.Array:
-        keys = jax.random.split(key, shape[0])
-        return jax.vmap(lambda key: initializer(key, shape[1:], num_input_dims, dtype))(keys)
-
-    return initialize

@@ -92,13 +92,14 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.beta = dense((D,), (N,), axes, draw.kernel, used_in=_FLOAT32)
         if R:
             down = functools.partial(dense, (D,), (R,), ("embed", None), draw.kernel)
-            self.decay_down = down()
+            self.decay_down = down(used_in=init.dtype)
             self.gate_down = down()
             into_heads = functools.partial(dense, (R,), axes=("latent", *_HEAD_AXES))
         else:
             self.decay_down = None
             self.gate_down = None
-        self.decay = into_heads((N, K), initializer=draw.kernel)
+        # Decays multiply up over all later tokens, so that they are never quantized.
+        self.decay = into_heads((N, K), initializer=draw.kernel, used_in=init.dtype)
         self.gate = into_heads((N, V), initializer=draw.kernel)
         convolution = functools.partial(
             ShortConvolution,

@@ -11,6 +11,7 @@ from MaxText.config.training_sections import BatchConfig
 from MaxText.input_pipeline.sequences.batch_schedule import ScheduleStage, schedule_batches
 from MaxText.input_pipeline.sequences.batch_source import ExcludedRanges, split_to_length
 from MaxText.input_pipeline.sequences.order import Concatenation, Mixture, OrderedSequences
+from MaxText.input_pipeline.sequences.slicing import NO_SEQUENCE
 from tests.input_pipeline.sequences.test_slicing import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents
 
@@ -49,6 +50,16 @@ def test_rows_that_follow_each_other_are_spread_evenly(num_windows):
 def source(first_id, num_tokens, kind="packed"):
     windows = cut(kind, as_data([np.arange(first_id, first_id + num_tokens)]), 4)
     return OrderedSequences(windows, seed=0, shuffle=False, num_epoch=-1)
+
+
+@pytest.mark.parametrize("num_sequences", [2, 7, 40])
+def test_the_halves_of_an_order_are_contiguous_and_make_up_the_whole(num_sequences):
+    order = OrderedSequences(range(num_sequences), seed=0, shuffle=False, num_epoch=1)
+    halves = [order.half(is_second=is_second) for is_second in (False, True)]
+    visited = [[half.sequence_index(i) for i in range(half.num_sequences)] for half in halves]
+    assert [*visited[0], *visited[1]] == list(range(num_sequences))
+    assert len(visited[0]) == num_sequences // 2
+    assert halves[0].sequence_index(halves[0].num_sequences) == NO_SEQUENCE
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [0.5, 0.2, 0.3], [1, 1, 1, 1], [1e-3, 1]])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from scipy.special import fdtrc  # scipy.stats takes a second to import
 
 from MaxText.errors import UserError
 from MaxText.experiments.ladder.effective_speedup import FLOPS, TIME, Speedup
@@ -15,12 +16,20 @@ from MaxText.formatting import short_count
 
 Outcome = Literal["worked", "did not work", "mixed", "not decided"]
 
+# Keys of a verdict's intervals, and their words.
+_PLACES = {
+    "bottom": "bottom rung",
+    "center": "center",
+    "top": "top rung",
+    "projected": f"{MAX_PROJECTION:g} times the top",
+    "constant": "as a constant",
+}
 _MAX_SPREAD = 2.0  # ratio of the deviations of seeds at small and large rungs
 _SPREAD_LEVEL = 0.01  # of the F test of that ratio: few seeds spread unevenly by chance
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class LadderVerdict:
     """Outcome of a ladder for one variant, with the intervals of S behind it."""
 
     label: str
@@ -38,7 +47,10 @@ class Verdict:
         """The verdict in words, with its numbers and where it was seen."""
         lines = [f"{self.label} against {self.baseline}: {self.outcome}. {self.reason}"]
         for currency, places in self.intervals.items():
-            numbers = [f"{place} {format_interval(places[place])}" for place in places]
+            numbers = [
+                f"{_PLACES[place]} {format_interval(interval)}"
+                for place, interval in places.items()
+            ]
             lines.append(
                 f"Effective speed-up in {describe_currency(currency)}, {100 * self.level:.4g} % "
                 f"intervals: {'; '.join(numbers)}."
@@ -67,7 +79,7 @@ def judge(
     *,
     currencies: Sequence[str] = (FLOPS,),
     num_variants: int = 1,
-) -> Verdict:
+) -> LadderVerdict:
     """Judges a variant.
 
     Mixed: bottom and top rung, or two currencies at the top, exclude 1 on opposite sides. Worked:
@@ -96,7 +108,7 @@ def judge(
     if speedup is not None:
         intervals = {currency: _places(speedup, currency, level) for currency in currencies}
     outcome, reason = _decide(baseline, variant, intervals)
-    return Verdict(
+    return LadderVerdict(
         label=variant.label,
         baseline=baseline.label,
         outcome=outcome,
@@ -218,8 +230,5 @@ def _spread_ratio(rungs: Sequence[Rung]) -> float:
             return 1.0
         pooled.append((squares / degrees, degrees))
     (low, low_degrees), (high, high_degrees) = sorted(pooled)
-    # scipy.special, because scipy.stats takes a second to import.
-    from scipy.special import fdtrc
-
     p_value = 2 * float(fdtrc(high_degrees, low_degrees, high / low))
     return math.sqrt(high / low) if p_value < _SPREAD_LEVEL else 1.0

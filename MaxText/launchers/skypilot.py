@@ -1,0 +1,130 @@
+"""Submits a run as a managed job of SkyPilot, which finds and replaces its machines.
+
+SkyPilot copies the working tree, calls setup.sh on every node and starts train.py there. It starts
+the job again on other machines after a preemption, and after exit codes that say so.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from MaxText import exit_codes
+from MaxText.config.config_files import REPOSITORY
+from MaxText.config.keys import Count
+from MaxText.config.program_options import option
+from MaxText.errors import UserError
+from MaxText.launchers.commands import (
+    Commands,
+    LaunchOptions,
+    Log,
+    RunArguments,
+    manifest_yaml,
+)
+from MaxText.runtime.start_up import DEFAULT_PORT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkyPilotOptions(LaunchOptions):
+    """sky submit, status, logs or stop: a managed job of SkyPilot."""
+
+    name: str = option("", "Name of the job, by default run_name.", metavar="NAME")
+    accelerators: str = option("", "Accelerators of a node, e.g. H100:8 or tpu-v5p-32.")
+    nodes: Count = option(1, "Nodes; a TPU slice is one.", metavar="NUMBER")
+    infra: str = option("", "Where, e.g. gcp/us-east5/us-east5-a, k8s or slurm.", metavar="PLACE")
+    version: str = option("", "Runtime version of a TPU VM, e.g. v2-alpha-tpuv5.")
+    spot: bool = option(False, "Spot machines: cheaper, preempted at any time.")
+    log_dir: str = option("", "Folder of the task file.", metavar="DIR")
+
+
+def skypilot_task(options: SkyPilotOptions, arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns the task of a run.
+
+    Args:
+      options: Options of the job; `name` and `accelerators` are set.
+      arguments: Arguments of train.py.
+    """
+    is_tpu = options.accelerators.startswith("tpu-")
+    device = "tpu" if is_tpu else "gpu"
+    resources: dict[str, Any] = {"accelerators": options.accelerators}
+    if options.infra:
+        resources["infra"] = options.infra
+    if options.version:
+        resources["accelerator_args"] = {"runtime_version": options.version}
+    if options.spot:
+        resources["use_spot"] = True
+    resources["job_recovery"] = {
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": list(exit_codes.RESTARTABLE),
+    }
+    lines = []
+    if not is_tpu and options.nodes > 1:  # a TPU's hosts find each other by its metadata
+        lines = [
+            'first_node="$(head -n1 <<<"$SKYPILOT_NODE_IPS")"',
+            f'export JAX_COORDINATOR_ADDRESS="$first_node:{DEFAULT_PORT}"',
+            'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"',
+        ]
+    lines.append(f"exec {shlex.join(['.venv/bin/python', 'MaxText/train.py', *arguments])}")
+    return {
+        "name": options.name,
+        "num_nodes": options.nodes,
+        "resources": resources,
+        "workdir": str(REPOSITORY),
+        "setup": f"bash setup.sh DEVICE={device}\n",
+        "run": "\n".join([*lines, ""]),
+    }
+
+
+def submit(options: SkyPilotOptions, run: RunArguments, commands: Commands, log: Log) -> None:
+    """Writes the task file to the log folder and launches it as a managed job.
+
+    Args:
+      options: Options of the job.
+      run: Arguments of train.py.
+      commands: Runs sky, or prints it in a dry run.
+      log: Prints a line.
+
+    Raises:
+      UserError: The options are refused, the file cannot be written, or sky fails.
+    """
+    problems = []
+    if not options.accelerators:
+        problems.append("--accelerators is needed, e.g. --accelerators=H100:8 or tpu-v5p-32")
+    if options.version and not options.accelerators.startswith("tpu-"):
+        problems.append(f"--version={options.version} is of TPU VMs")
+    if "://" not in run.folder:
+        problems.append(
+            f"{run.folder} ends with the machine that it is on, so that a recovered job starts "
+            "from scratch: set base_output_directory to a bucket"
+        )
+    if problems:
+        raise UserError("; ".join(problems) + ".")
+    options = dataclasses.replace(options, name=options.name or run.run_name)
+    logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}")
+    path = logs / f"{options.name}.sky.yml"
+    task = manifest_yaml(skypilot_task(options, run.arguments))
+    commands.write(path, task)
+    commands.run(["sky", "jobs", "launch", "--yes", "--detach-run", str(path)])
+    if not commands.dry_run:
+        log(f"job {options.name}; output: launch.py sky logs --name={options.name}")
+
+
+def act(action: str, options: SkyPilotOptions, commands: Commands) -> None:
+    """Lists managed jobs, follows the log of one, or cancels it.
+
+    Args:
+      action: "status", "logs" or "stop".
+      options: Options with the job's `name`.
+      commands: Runs sky, or prints it in a dry run.
+
+    Raises:
+      UserError: No name is set, or sky fails.
+    """
+    if action == "status":
+        commands.run(["sky", "jobs", "queue"])
+        return
+    if not options.name:
+        raise UserError(f"{action} requires --name (printed by submit).")
+    command = {"logs": ["logs", "--name"], "stop": ["cancel", "--yes", "--name"]}[action]
+    commands.run(["sky", "jobs", *command, options.name])
