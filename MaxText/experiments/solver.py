@@ -129,6 +129,12 @@ def solve(
     for step in (search.step, *(finer for finer in _MULTIPLES if finer < search.step)):
         search.step = step
         neighbors = search.around(budget)
+        if not neighbors:
+            raise UserError(
+                f"{label}: rules of the configuration forbid every {search.key} near a budget of "
+                f"{budget:,.6g} {UNITS[match]}; fewer steps than the warm-up, for example. Set "
+                "another budget=, or a shorter warm-up."
+            )
         solved = search.stages(search.best(neighbors, budget))
         assert solved is not None
         if solve_for == WIDTH:

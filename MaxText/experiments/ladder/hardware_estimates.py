@@ -118,7 +118,7 @@ def estimate_rungs(
                         )
                         config_path = folder / f"step_estimate_{machine}.yml"
                         config_path.write_text(resolved_yaml(config), encoding="utf-8")
-                        known[key] = _estimate(config_path, machine)._asdict()
+                        known[key] = estimate_in_process(config_path, machine)._asdict()
                         atomic_write_text(path, json.dumps(known, indent=1))
                         config_path.unlink()
                     seconds += known[key]["seconds"] * stage.steps
@@ -128,7 +128,15 @@ def estimate_rungs(
 
 
 def _estimate(config_path: Path, machine: str) -> StepEstimate:
-    """Estimates in a process of its own: a compiler is set up before jax starts."""
+    """Estimates a step in a process of its own: a compiler is set up before jax starts.
+
+    Args:
+      config_path: Of the run's configuration.
+      machine: As compile_topology.
+
+    Raises:
+      UserError: The machine is unknown, or the step does not fit it.
+    """
     process = subprocess.run(
         [sys.executable, "-m", _PROGRAM, str(config_path.absolute()), machine],
         cwd=REPOSITORY,

@@ -400,7 +400,9 @@ def run_ladder(
     num_devices = count_run_devices(request, variants)
     rungs, issues = plan_rungs(request, variants, num_devices)
     hardware = _hardware(request, variants)
-    solved, more_issues = solve_rungs(request, rungs, num_devices, hardware)
+    solved, more_issues = solve_rungs(
+        request, variants, rungs, num_devices=num_devices, hardware=hardware
+    )
     if issues or more_issues:
         raise ConfigurationError([*issues, *more_issues])
     ladder = _Ladder(request, variants, solved, num_devices, command=command, log=log)

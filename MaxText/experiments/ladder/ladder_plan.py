@@ -19,7 +19,6 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     warmup_problems,
 )
-from MaxText.experiments.ladder.ladder_args import round_up
 from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
 from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, SWEEP_SEED
 from MaxText.experiments.ladder.rung_sizes import Size
@@ -30,7 +29,7 @@ from MaxText.experiments.ladder.rungs import (
     WIDTH_EXPONENTS,
     LadderRung,
 )
-from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
+from MaxText.experiments.solver import cost, solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.formatting import format_duration, format_table, pluralize, short_count
 from MaxText.hardware.chips import Hardware
@@ -101,7 +100,9 @@ def rung_spec(rung: LadderRung, request: CompareArgs, num_devices: int) -> Compa
 
 def solve_rungs(
     request: CompareArgs,
+    variants: Sequence[Variant],
     rungs: Sequence[LadderRung],
+    *,
     num_devices: int,
     hardware: Hardware | None,
 ) -> tuple[list[SolvedRung], list[ConfigIssue]]:
@@ -109,6 +110,7 @@ def solve_rungs(
 
     Args:
       request: With the ladder's options.
+      variants: Configurations as in their files.
       rungs: Of `plan_rungs`.
       num_devices: Of a run.
       hardware: That runs will have; None if it is unknown.
@@ -118,24 +120,26 @@ def solve_rungs(
     for rung in rungs:
         spec = rung_spec(rung, request, num_devices)
         plan = Plan(Path(), spec, {v.label: {} for v in rung.variants}, seeds=request.seeds)
+        too_short = _steps_within_warmup(rung, num_devices)
+        for problem, factor in too_short.items():
+            messages[problem] = _more_steps(rung.variants, factor)
+        if too_short:
+            continue
         try:
             solve_plan(plan, rung.variants)
         except UserError as error:
-            messages[f"rung {rung.number}: {error}"] = _smaller_batch(rung.variants, 2.0)
+            messages[f"rung {rung.number}: {error}"] = "a larger tolerance=, or a larger from="
             continue
         for problem in warmup_problems(plan, rung.variants):
             factor = _missing_steps(rung.variants, plan)
-            messages[f"rung {rung.number}: {problem}"] = _smaller_batch(
-                rung.variants, factor, rungs[0].compute
-            )
+            messages[f"rung {rung.number}: {problem}"] = _more_steps(rung.variants, factor)
         for chain in chains_of(plan, rung.variants):
             for run in chain:
                 for error in validation_errors(run.config):
                     messages[f"rung {rung.number}: {error}"] = "the keys of the configuration"
         solved.append(SolvedRung(rung, spec, plan.planned))
-    if rungs:
-        messages |= _difference_messages(request, rungs[0])
-        messages |= _timing_messages(request, rungs[0])
+    messages |= _difference_messages(request, variants)
+    messages |= _timing_messages(request, variants)
     if SWEEP_SEED in request.seeds:
         messages[f"seeds: {SWEEP_SEED} is the seed of the learning rate sweep"] = "other seeds="
     if hardware is not None and not messages:
@@ -146,6 +150,27 @@ def solve_rungs(
         for message, remedy in messages.items()
     ]
     return solved, issues
+
+
+def _steps_within_warmup(rung: LadderRung, num_devices: int) -> dict[str, float]:
+    """Returns the configurations whose FLOPs buy no more steps than a fixed warm-up has.
+
+    The keys are sentences; the values are the factors by which steps are missing.
+    """
+    missing = {}
+    for variant in rung.variants:
+        measured = [cost(stage, num_devices) for stage in variant.stages]
+        share = rung.compute / sum(stage_cost.flops for stage_cost in measured)
+        for (name, config), stage_cost in zip(variant.named_stages, measured, strict=True):
+            warmup = config.schedule.warmup_steps
+            steps = int(stage_cost.steps * share)
+            if steps <= warmup:
+                problem = (
+                    f"rung {rung.number}, {name}: {rung.compute:.3g} FLOPs buy "
+                    f"{pluralize(steps, 'step')}, within its warm-up of {warmup:,} steps"
+                )
+                missing[problem] = (warmup + 2) / max(steps, 1)
+    return missing
 
 
 def _missing_steps(variants: Sequence[Variant], plan: Plan) -> float:
@@ -160,29 +185,25 @@ def _missing_steps(variants: Sequence[Variant], plan: Plan) -> float:
     return max(factors)
 
 
-def _smaller_batch(variants: Sequence[Variant], factor: float, compute: float | None = None) -> str:
-    """Returns options with `factor` times as many steps at the smallest rung.
-
-    Args:
-      variants: Of the rung.
-      factor: Of the steps.
-      compute: FLOPs of the smallest rung, whose root the steps grow with.
-    """
+def _more_steps(variants: Sequence[Variant], factor: float) -> str:
+    """Returns options with which runs have `factor` times as many steps, or a shorter warm-up."""
     batch = flatten(variants[0].config)[_BATCH_KEY] / 2 ** math.ceil(math.log2(factor))
     options = [f"{_BATCH_KEY}={batch:g}"] if batch >= 1 else []
-    if compute is not None:
-        options.append(f"from={round_up(compute * factor**2):.2g}")
-    return ", or ".join(options or ["a larger from="])
+    if any(variant.config.schedule.warmup_steps != -1 for variant in variants):
+        options.append("warmup_steps=-1, which makes it a fraction of the steps")
+    else:
+        options.append("warmup_steps_fraction=0")
+    return ", or ".join(options)
 
 
-def _difference_messages(request: CompareArgs, rung: LadderRung) -> dict[str, str]:
+def _difference_messages(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns what differs between the arms outside of the model, and how to make it equal."""
     solved_for = {STEPS, RATE_KEY} if request.lr_sweep else {STEPS}
-    on_purpose = {variant.label: solved_for for variant in rung.variants}
+    on_purpose = {variant.label: solved_for for variant in variants}
     messages = {}
-    for line in confounding_keys(rung.variants, on_purpose):
+    for line in confounding_keys(variants, on_purpose):
         name = line.partition(":")[0]
-        value = flatten(rung.variants[0].config)[name]
+        value = flatten(variants[0].config)[name]
         remedy = f"{name}={value} for all of them"
         if name == RATE_KEY:
             remedy = "lr_sweep=2, which finds the learning rate of each, or one learning_rate="
@@ -190,13 +211,13 @@ def _difference_messages(request: CompareArgs, rung: LadderRung) -> dict[str, st
     return messages
 
 
-def _timing_messages(request: CompareArgs, rung: LadderRung) -> dict[str, str]:
+def _timing_messages(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns which arms cannot be timed, as the shape of their batches changes."""
-    if not request.timings or request.launch != "local" or len(rung.variants) == 1:
+    if not request.timings or request.launch != "local" or len(variants) == 1:
         return {}
     changing = [
         variant.label
-        for variant in rung.variants
+        for variant in variants
         if any(
             stage.batch.enable_rampup_batch_size or stage.batch.sequence_length_stages
             for stage in variant.stages

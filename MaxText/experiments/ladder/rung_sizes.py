@@ -43,7 +43,7 @@ _MAX_TOKENS_FACTOR = 1.5  # by which it may then depart from the tokens per para
 _SEARCH_FACTOR = 4.0  # sizes with so many times fewer tokens per parameter are not tried
 # Steps by which computes move in the search for a plan that works.
 _MOVE = 1.04
-_MAX_MOVES = 100
+_MAX_MOVES = 200
 _MAX_FORBIDDEN = 64  # depths tried in vain until none is expected to be allowed
 
 
@@ -192,12 +192,13 @@ class _SizeSearch:
             f"depth {size.depth} ({short_count(measured.parameters)} parameters)"
         )
 
-    def nearest_plan(self, sizes: Sequence[Size], computes: Sequence[float]) -> str:
+    def nearest_plan(self, computes: Sequence[float]) -> str:
         """Returns options that move all rungs by the smallest factor with which they fit."""
         for exponent in range(1, _MAX_MOVES + 1):
             for factor in (_MOVE**exponent, _MOVE**-exponent):
                 moved = [round_up(compute * factor) for compute in (computes[0], computes[-1])]
                 planned = np.geomspace(moved[0], moved[1], len(computes))
+                sizes = self.sizes(moved[1])
                 if all(self.fits(self.nearest(sizes, c), c) for c in planned):
                     return f"from={moved[0]:.2g} to={moved[1]:.2g}, or another aspect="
         return "another aspect=, a configuration with narrower heads, or sizes=FILE.yml"
@@ -232,10 +233,12 @@ def choose_sizes(
         fact = ("write", "sizes=FILE.yml with a list of one mapping of keys per rung")
         return [], [ConfigIssue(message, ("command line",), (fact,))]
     sizes = [search.nearest(allowed, compute) for compute in computes]
-    issues = []
-    for number, (size, compute) in enumerate(zip(sizes, computes, strict=True), 1):
-        if not search.fits(size, compute):
-            message = f"rung {number}: {search.describe(size, compute)}"
-            fact = ("write", search.nearest_plan(allowed, computes))
-            issues.append(ConfigIssue(message, ("command line",), (fact,)))
-    return sizes, issues
+    misfits = [
+        f"rung {number}: {search.describe(size, compute)}"
+        for number, (size, compute) in enumerate(zip(sizes, computes, strict=True), 1)
+        if not search.fits(size, compute)
+    ]
+    if not misfits:
+        return sizes, []
+    fact = ("write", search.nearest_plan(computes))
+    return sizes, [ConfigIssue(message, ("command line",), (fact,)) for message in misfits]

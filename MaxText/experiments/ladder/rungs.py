@@ -32,6 +32,7 @@ _BATCH_KEYS = (
     "per_device_batch_size_start",
     "per_device_batch_size_increment",
 )
+_ROOM = 2.0  # steps per step of a fixed warm-up, before they are solved for
 # Exponent of the learning rate in the width: the factor of a hidden matrix. Adam's in muP (Yang et
 # al. 2022, arXiv:2203.03466, table 3); for updates of fixed rms, whose spectral norm grows as the
 # root of the width, that of an update with the spectral norm of muP.
@@ -88,6 +89,7 @@ def plan_rungs(
     Raises:
       UserError: The file of sizes cannot be read, or the batch does not fit the devices.
     """
+    variants = [_with_room_for_warmup(variant) for variant in variants]
     listed: Sequence[Mapping[str, Any]]
     if isinstance(options.sizes, Path):
         listed = read_sizes(options.sizes)
@@ -122,6 +124,22 @@ def plan_rungs(
         )
         rungs.append(LadderRung(index + 1, computes[index], scaled))
     return rungs, []
+
+
+def _with_room_for_warmup(variant: Variant) -> Variant:
+    """Returns a variant with more steps than a fixed warm-up has.
+
+    A ladder solves for the steps, so that those of the file need not obey the rules.
+    """
+    missing = [1.0]
+    for stage in variant.stages:
+        if stage.schedule.warmup_steps != -1:
+            missing.append(_ROOM * (stage.schedule.warmup_steps + 1) / stage.run.steps)
+    factor = math.ceil(max(missing))
+    longer = [with_overrides(stage, {STEPS: stage.run.steps * factor}) for stage in variant.stages]
+    return variant._replace(
+        stages=tuple(new or old for new, old in zip(longer, variant.stages, strict=True))
+    )
 
 
 def _resized(variants: Sequence[Variant], size: Size) -> list[Variant]:
