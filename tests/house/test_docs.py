@@ -121,6 +121,10 @@ def accept(program: str, arguments: list[str]) -> None:
             pass  # it reads a file of the user's
         case "check_part.py":
             assert (REPOSITORY / arguments[0]).is_file()
+        case "coord_check.py":
+            parsed = read_options(of_program(program, "CoordinateOptions"), arguments)
+            parsed.check()
+            load(parsed.configuration, program)
         case _:
             load(arguments, program)
 
