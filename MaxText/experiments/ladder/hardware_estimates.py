@@ -127,7 +127,7 @@ def estimate_rungs(
     return HardwareEstimates(machines[0] if machines else "", token_seconds, sources)
 
 
-def _estimate(config_path: Path, machine: str) -> StepEstimate:
+def estimate_in_process(config_path: Path, machine: str) -> StepEstimate:
     """Estimates a step in a process of its own: a compiler is set up before jax starts.
 
     Args:
