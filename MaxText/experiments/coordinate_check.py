@@ -105,11 +105,13 @@ class Quantity:
       name: Such as "layers/*/mixer_output"; the mean over layers.
       is_change: Whether it is the change after the last step, or the value at the start.
       rms: Size -> one number per seed.
+      size: What differs.
     """
 
     name: str
     is_change: bool
     rms: Mapping[int, Sequence[float]]
+    size: Size = "width"
 
     @property
     def label(self) -> str:
@@ -118,8 +120,11 @@ class Quantity:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether only growth is wrong: of logits and scores."""
-        return self.name.endswith(_SHRINKING)
+        """Whether only growth is wrong: of logits and scores, and of all activations with depth.
+
+        With the multiplier 1 / layers, the sum of what initial branches return shrinks, too.
+        """
+        return self.size == "depth" or self.name.endswith(_SHRINKING)
 
     def slope(self) -> Slope:
         """Returns the slope over all sizes and seeds."""
@@ -233,12 +238,14 @@ def models_of(config: Config, plan: CheckPlan, size: Size) -> dict[int, Config]:
     return configs
 
 
-def measure(config: Config, plan: CheckPlan) -> Iterator[tuple[str, bool, float]]:
+def measure(config: Config, plan: CheckPlan, size: Size) -> Iterator[tuple[str, bool, float]]:
     """Trains one model from each seed; yields (name, whether it is the change, rms).
 
     Args:
       config: From `models_of`.
       plan: Seeds and steps.
+      size: What differs from model to model. Of depth, only the last layer is measured: the
+        residual stream grows from layer to layer, so that a mean over them depends on their number.
     """
     model_config, _ = backend_defaults.resolve_auto(config.model, jax.default_backend())
     model = Model(model_config)
@@ -257,9 +264,17 @@ def measure(config: Config, plan: CheckPlan) -> Iterator[tuple[str, bool, float]
     for seed in plan.seeds:
         state = initialize(jax.random.key(seed))
         at_start = activations(state.params)
+        if size == "depth":
+            last_layer = f"/{config.model.shape.dimensions.num_layers - 1}/"
+            at_start = {
+                path: value
+                for path, value in at_start.items()
+                if last_layer in path or not path.startswith("layers/")
+            }
         for _ in range(plan.num_steps):
             state, _ = step(state, batch, {})
-        changes = jax.tree.map(jnp.subtract, activations(state.params), at_start)
+        at_end = activations(state.params)
+        changes = {path: at_end[path] - value for path, value in at_start.items()}
         for is_change, values in ((False, at_start), (True, changes)):
             yield from ((name, is_change, rms) for name, rms in _means_over_layers(values))
 
@@ -302,9 +317,11 @@ def check_size(
     rms = collections.defaultdict(lambda: collections.defaultdict(list))
     for number, sized_config in models_of(config, plan, size).items():
         log(f"{size} {number}: {len(plan.seeds)} seeds, {plan.num_steps} steps")
-        for name, is_change, value in measure(sized_config, plan):
+        for name, is_change, value in measure(sized_config, plan, size):
             rms[name, is_change][number].append(value)
-    quantities = [Quantity(name, is_change, by_size) for (name, is_change), by_size in rms.items()]
+    quantities = [
+        Quantity(name, is_change, by_size, size) for (name, is_change), by_size in rms.items()
+    ]
     return [quantity for quantity in quantities if all(map(all, quantity.rms.values()))]
 
 

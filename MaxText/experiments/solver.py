@@ -19,6 +19,7 @@ from typing import Any, cast
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.config.values import InvalidValueError
+from MaxText.cost.abstract_step import cached
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
@@ -42,8 +43,7 @@ _MLP_SHARE = 0.2  # by which the feed-forward may change its proportion to meet 
 
 _NO_PEAK = PeakFlops(0.0, "not needed")  # costs do not depend on speed
 
-# The search tries many steps of one model.
-_abstract_model = functools.lru_cache(maxsize=16)(abstract_model)
+_abstract_model = cached(abstract_model)  # the search tries many steps of one model
 
 Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]

@@ -91,10 +91,11 @@ def make_optimizer(
         _check_transform(make, transform, map_param_names(trained, shapes.__getitem__))
     if config.nu_dtype:
         transform = with_second_moments_in(transform, config.nu_dtype)
+    transform = with_epsilons(transform, scales, trained)
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     chain = optax.chain(
         _clipping(config),
-        with_epsilons(transform, scales, trained),
+        transform,
         _add_weight_decay(decays, decay_schedule, is_cautious=config.cautious_weight_decay),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),

@@ -17,6 +17,7 @@ from MaxText.conversion import request
 from MaxText.conversion.families import FAMILIES
 from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args
+from MaxText.experiments.arena import arena_args
 from tests import programs
 from tests.house.sources import REPOSITORY, main_of, shown
 from tests.input_pipeline.token_store import token_files
@@ -95,6 +96,8 @@ def accept(program: str, arguments: list[str]) -> None:
     match program:
         case "plan.py":
             load(read_options(PlanOptions, arguments).configuration, program)
+        case "arena.py":
+            arena_args.parse_args(arguments)
         case "compare.py":
             asked, problems = compare_args.parse_args(arguments)
             assert not problems
@@ -118,6 +121,10 @@ def accept(program: str, arguments: list[str]) -> None:
             pass  # it reads a file of the user's
         case "check_part.py":
             assert (REPOSITORY / arguments[0]).is_file()
+        case "coord_check.py":
+            parsed = read_options(of_program(program, "CoordinateOptions"), arguments)
+            parsed.check()
+            load(parsed.configuration, program)
         case _:
             load(arguments, program)
 

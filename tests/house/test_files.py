@@ -247,9 +247,9 @@ BELOW |= {
     "reports": "config storage monitoring",
     "run": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation reports",
     "conformance": f"{_LOWER} growth cost",
+    "launchers": "config storage runtime hardware checkpointing",
     "experiments": f"{_LOWER} hardware monitoring growth cost compilation inference evaluation"
     " reports run conformance launchers",
-    "launchers": "config storage runtime hardware checkpointing",
 }
 
 

@@ -29,7 +29,7 @@ def baseline():
         ({"mixer": "linear_attention"}, "self_attention"),
         ({"mlp_activations": ["gelu"]}, "mlp"),
         ({"position_embedding": "learned"}, ""),
-        ({"connection_type": "dense"}, ""),
+        ({"dense_conn": True, "scan_layers": False}, ""),
     ],
 )
 def test_other_parts_start_with_the_same_weights(keys, redrawn, baseline):

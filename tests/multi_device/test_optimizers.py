@@ -40,7 +40,7 @@ def test_updates_and_averages_are_those_of_one_device(name, tmp_path):
         np.testing.assert_allclose(*average, atol=1e-4)
     # Statistics that are not like the parameters are split, too.
     large = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2 and x.size > 4 * 64]
-    assert len(large) > 10
+    assert len(large) >= 7  # the matrices of a layer
     assert all(not x.sharding.is_fully_replicated for x in large)
     assert_read_as(state, one, tmp_path)
 

@@ -89,6 +89,7 @@ def judge(args: ArenaArgs, log: Log, report: Report) -> list[verdict.Verdict]:
                 judging.measure_kept()
         finally:
             leaderboard.write_leaderboard(session, judging.ledger)
+            judging.ledger.close()
         return verdicts
 
 

@@ -157,6 +157,11 @@ class Ledger:
             self._file.flush()
         self.rows.append(row)
 
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
     def of(self, kind: type[RowT], owner: str | None = None) -> list[RowT]:
         """Returns the rows of a kind, in order.
 

@@ -185,6 +185,23 @@ def pool(noises: Sequence[Noise]) -> Noise:
     return Noise(total / np.maximum(degrees_of_freedom, 1), degrees_of_freedom)
 
 
+def pool_session(calibration: Noise, candidates: Sequence[Noise]) -> Noise:
+    """Returns the noise that a session knows besides that of the candidate it judges.
+
+    A candidate counts with no less than the variance of the calibration. One that draws the same
+    initial weights as the baseline can have a hundredth of it, and would make others look certain.
+
+    Args:
+      calibration: Of the baseline against itself with other initial weights.
+      candidates: Of the other candidates.
+    """
+    floored = [
+        Noise(np.maximum(noise.variance, calibration.variance), noise.degrees_of_freedom)
+        for noise in candidates
+    ]
+    return pool([calibration, *floored])
+
+
 def estimate_noise(own: Noise, others: Noise, *, mean_loss: float = 0.0) -> Noise:
     """Returns the variance with which a candidate is judged.
 
@@ -194,7 +211,7 @@ def estimate_noise(own: Noise, others: Noise, *, mean_loss: float = 0.0) -> Nois
 
     Args:
       own: Of the candidate's paired differences, with at least one degree of freedom.
-      others: Of the calibration and of the other candidates, pooled.
+      others: Of the calibration and of the other candidates (`pool_session`).
       mean_loss: Size of the losses, in nats per token, which bounds their rounding.
     """
     pooled = pool([own, others])

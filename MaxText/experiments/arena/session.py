@@ -23,7 +23,7 @@ from MaxText.config.config_files import find_config
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config, flatten
-from MaxText.config.serialization import diff_configs, resolved_yaml
+from MaxText.config.serialization import resolved_yaml
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.arena.arena_args import PER_CALL, ArenaArgs, ArenaOptions, Budget
@@ -200,8 +200,11 @@ def _differences(stored: Session, args: ArenaArgs, num_devices: int) -> list[str
         if value != stored_value:
             lines.append(f"{name}: {_shown(stored_value)} -> {_shown(value)}")
     if args.options.baseline:
-        changed = diff_configs(spec.baseline, identity(flatten(load_baseline(args))))
-        lines += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
+        keys = identity(flatten(load_baseline(args)))
+        for name in dict.fromkeys([*spec.baseline, *keys]):
+            stored_value, value = spec.baseline.get(name), keys.get(name)
+            if stored_value != value:
+                lines.append(f"{name}: {stored_value} -> {value}")
     elif args.keys and args.keys != spec.keys:
         lines.append(f"keys: {_shown(spec.keys)} -> {_shown(args.keys)}")
     if num_devices != spec.num_devices:

@@ -261,14 +261,18 @@ def end_orphan(trial: ArenaTrial) -> None:
     path = _process_file(trial)
     if not path.exists():
         return
-    pid = int(path.read_text() or 0)
+    pid = int(path.read_text(encoding="utf-8") or 0)
     command = Path(f"/proc/{pid}/cmdline")
     # The number may be another program's by now.
-    if pid and command.exists() and str(trial.config_path.absolute()) in command.read_text():
+    if pid and command.exists() and str(trial.config_path.absolute()) in _text(command):
         os.killpg(pid, signal.SIGKILL)
-        while command.exists() and command.read_text():
+        while command.exists() and _text(command):
             time.sleep(0.05)
     path.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def examine(session: Session, folder: Path, spec: str | None, *, time_limit: float) -> CandidateRow:

@@ -27,7 +27,7 @@ from MaxText.experiments.arena.sequential_test import (
     estimate_noise,
     keep_probability,
     noise_of,
-    pool,
+    pool_session,
     take_look,
 )
 from MaxText.experiments.arena.session import Session
@@ -109,12 +109,14 @@ def look_at(ledger: Ledger, test: SequentialTest, owner: str, num_seeds: int) ->
     """
     baseline = ledger.losses(BASELINE)
     owners = [row.name for row in ledger.candidates if row.name != owner]
-    others = [
+    calibration, *others = [
         noise_of(paired_losses(baseline, ledger.losses(other))) for other in [CALIBRATION, *owners]
     ]
     improvements = paired_losses(baseline, ledger.losses(owner))[:num_seeds]
     noise = estimate_noise(
-        noise_of(improvements), pool(others), mean_loss=statistics.fmean(baseline.values())
+        noise_of(improvements),
+        pool_session(calibration, others),
+        mean_loss=statistics.fmean(baseline.values()),
     )
     look = take_look(test, num_seeds, statistics.fmean(improvements), noise)
     return LookRow(

@@ -130,13 +130,7 @@ def solve_rungs(
         except UserError as error:
             messages[f"rung {rung.number}: {error}"] = "a larger tolerance=, or a larger from="
             continue
-        for problem in warmup_problems(plan, rung.variants):
-            factor = _missing_steps(rung.variants, plan)
-            messages[f"rung {rung.number}: {problem}"] = _more_steps(rung.variants, factor)
-        for chain in chains_of(plan, rung.variants):
-            for run in chain:
-                for error in validation_errors(run.config):
-                    messages[f"rung {rung.number}: {error}"] = "the keys of the configuration"
+        messages |= _run_messages(rung, plan)
         solved.append(SolvedRung(rung, spec, plan.planned))
     messages |= _difference_messages(request, variants)
     messages |= _timing_messages(request, variants)
@@ -150,6 +144,19 @@ def solve_rungs(
         for message, remedy in messages.items()
     ]
     return solved, issues
+
+
+def _run_messages(rung: LadderRung, plan: Plan) -> dict[str, str]:
+    """Returns what is wrong with the solved runs of a rung: message -> remedy."""
+    messages = {}
+    for problem in warmup_problems(plan, rung.variants):
+        factor = _missing_steps(rung.variants, plan)
+        messages[f"rung {rung.number}: {problem}"] = _more_steps(rung.variants, factor)
+    for chain in chains_of(plan, rung.variants):
+        for run in chain:
+            for error in validation_errors(run.config):
+                messages[f"rung {rung.number}: {error}"] = "the keys of the configuration"
+    return messages
 
 
 def _steps_within_warmup(rung: LadderRung, num_devices: int) -> dict[str, float]:

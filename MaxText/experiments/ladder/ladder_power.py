@@ -9,7 +9,7 @@ from MaxText.experiments.ladder.effective_speedup import measure_speedup
 from MaxText.experiments.ladder.measurements import LEVEL
 from MaxText.experiments.ladder.scaling_law import MAX_PROJECTION, fit_law
 from MaxText.experiments.ladder.simulated_ladder import (
-    Noise,
+    LadderNoise,
     draw_law,
     draw_noise,
     simulate_ladder,
@@ -23,7 +23,7 @@ _NUM_DRAWS = 1000
 def smallest_speedup(
     computes: Sequence[float] | np.ndarray,
     num_seeds: int,
-    noise: Noise | None = None,
+    noise: LadderNoise | None = None,
     *,
     power: float = POWER,
     level: float = LEVEL,

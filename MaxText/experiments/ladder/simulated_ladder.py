@@ -22,7 +22,7 @@ _TOKENS_PER_PARAMETER = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Noise:
+class LadderNoise:
     """Normal noise of a ladder's losses, in nats per token."""
 
     seed_deviation: float  # of a run about its rung's mean
@@ -73,11 +73,11 @@ def draw_law(
     )
 
 
-def draw_noise(generator: np.random.Generator, rung_to_seed: float = 1.0) -> Noise:
+def draw_noise(generator: np.random.Generator, rung_to_seed: float = 1.0) -> LadderNoise:
     """Draws the deviation of seeds; that of rungs is `rung_to_seed` times as large."""
     log_low, log_high = np.log(SEED_DEVIATIONS)
     seed_deviation = math.exp(generator.uniform(log_low, log_high))
-    return Noise(seed_deviation, rung_to_seed * seed_deviation)
+    return LadderNoise(seed_deviation, rung_to_seed * seed_deviation)
 
 
 def simulate_ladder(
@@ -86,7 +86,7 @@ def simulate_ladder(
     num_seeds: int,
     *,
     law: SimulatedLaw,
-    noise: Noise,
+    noise: LadderNoise,
     bottom_noise: float = 1.0,
 ) -> tuple[Arm, Arm]:
     """Returns the baseline and the variant of a ladder that follows a law.
@@ -132,7 +132,7 @@ def _arm(label: str, computes: Sequence[float] | np.ndarray, losses: np.ndarray)
     return Arm(label, tuple(rungs))
 
 
-def measure_noise(baseline: Arm, law: LawPosterior, variant: Arm | None = None) -> Noise:
+def measure_noise(baseline: Arm, law: LawPosterior, variant: Arm | None = None) -> LadderNoise:
     """Estimates the noise of a finished ladder, to plan the next one with.
 
     The variance of seeds is pooled over the rungs. That of a rung is what the scatter about the
@@ -157,7 +157,7 @@ def measure_noise(baseline: Arm, law: LawPosterior, variant: Arm | None = None) 
     shared = 0.5
     if variant is not None:
         shared = _correlation(baseline, variant)
-    return Noise(math.sqrt(seed_variance), math.sqrt(rung_variance), shared)
+    return LadderNoise(math.sqrt(seed_variance), math.sqrt(rung_variance), shared)
 
 
 def _centered(rung: Rung) -> np.ndarray:

@@ -105,9 +105,9 @@ class Decoder(nnx.Module):
         self.config = config
         self.token_embedder = _make_embedding(config, init, stream(rngs, "token_embedder"))
         self.embedding_norm = _make_embedding_norm(config, init, stream(rngs, "embedding_norm"))
-        self.per_layer_inputs = None
-        if config.embedding.hidden_size_per_layer_input > 0:
-            self.per_layer_inputs = PerLayerInputs(config, init, stream(rngs, "per_layer_inputs"))
+        has_inputs = config.embedding.hidden_size_per_layer_input > 0
+        input_rngs = stream(rngs, "per_layer_inputs")
+        self.per_layer_inputs = PerLayerInputs(config, init, input_rngs) if has_inputs else None
         layer_of_positions = _layer_of_positions([whole_model, *layers])
         position_rngs = stream(rngs, "positions")
         self.position_embedder, *other_positions = [
@@ -123,9 +123,9 @@ class Decoder(nnx.Module):
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, stream(rngs, "head"))
         objective = lookup("objective", config.objective.name)
-        self.objective = None
-        if isinstance(objective, type):
-            self.objective = objective.build(whole_model, init, stream(rngs, "objective"))
+        is_class = isinstance(objective, type)
+        objective_rngs = stream(rngs, "objective")
+        self.objective = objective.build(whole_model, init, objective_rngs) if is_class else None
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of whole sequences."""

@@ -15,12 +15,12 @@ from MaxText.experiments.ladder.effective_speedup import (
 )
 from MaxText.experiments.ladder.measurements import Arm, Interval, Rung
 from MaxText.experiments.ladder.scaling_law import fit_law, fit_log_linear
-from MaxText.experiments.ladder.simulated_ladder import Noise, SimulatedLaw, simulate_ladder
+from MaxText.experiments.ladder.simulated_ladder import LadderNoise, SimulatedLaw, simulate_ladder
 from MaxText.experiments.ladder.size_law import SizeCell, fit_size_law
 
 COMPUTES = np.geomspace(1e13, 1e16, 6)
 LAW = SimulatedLaw(asymptote=1.6, exponent=0.1, scale=1.9, log_speedup=math.log(1.2))
-SILENT = Noise(0.0, 0.0)
+SILENT = LadderNoise(0.0, 0.0)
 
 # marin, experiments/grug/moe/README.md, v16: budget and Paloma macro loss of the best run.
 MARIN_V16 = {1e18: 3.5273, 3e18: 3.3398, 1e19: 3.1494, 3e19: 3.0066, 1e20: 2.8509, 3e20: 2.7222}
@@ -162,7 +162,7 @@ def test_a_law_without_noise_is_recovered():
 
 def test_least_squares_equal_those_of_scipy():
     generator = np.random.default_rng(5)
-    baseline, _ = simulate_ladder(generator, COMPUTES, 1, law=LAW, noise=Noise(0.02, 0.02))
+    baseline, _ = simulate_ladder(generator, COMPUTES, 1, law=LAW, noise=LadderNoise(0.02, 0.02))
     losses = np.array([rung.loss for rung in baseline.rungs])
     law = fit_law(baseline, 1.5)
     x = np.log(COMPUTES / law.center)
@@ -186,7 +186,7 @@ def test_least_squares_equal_those_of_scipy():
 def test_intervals_widen_with_noise_level_and_distance():
     def law(noise: float):
         generator = np.random.default_rng(1)
-        arm, _ = simulate_ladder(generator, COMPUTES, 2, law=LAW, noise=Noise(noise, noise))
+        arm, _ = simulate_ladder(generator, COMPUTES, 2, law=LAW, noise=LadderNoise(noise, noise))
         return fit_law(arm)
 
     def width(interval: Interval) -> float:

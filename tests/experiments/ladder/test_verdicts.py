@@ -25,7 +25,7 @@ from MaxText.experiments.ladder.ladder_verdict import judge, warnings_of
 from MaxText.experiments.ladder.measurements import LEVEL, Arm, Rung
 from MaxText.experiments.ladder.scaling_law import fit_law
 from MaxText.experiments.ladder.simulated_ladder import (
-    Noise,
+    LadderNoise,
     SimulatedLaw,
     measure_noise,
     simulate_ladder,
@@ -35,10 +35,10 @@ from MaxText.reports.report_writer import write_report
 from tests.reports.run_files import completed
 
 COMPUTES = np.geomspace(1e13, 1e16, 6)
-QUIET = Noise(0.002, 0.002)
+QUIET = LadderNoise(0.002, 0.002)
 
 
-def ladder(speedup: float, drift: float = 0.0, noise: Noise = QUIET, rungs: int = 6):
+def ladder(speedup: float, drift: float = 0.0, noise: LadderNoise = QUIET, rungs: int = 6):
     law = SimulatedLaw(1.6, 0.1, 1.9, log_speedup=math.log(speedup), drift=drift)
     computes = np.geomspace(COMPUTES[0], COMPUTES[-1], rungs)
     return simulate_ladder(np.random.default_rng(0), computes, 2, law=law, noise=noise)
@@ -238,17 +238,17 @@ def test_a_rung_that_has_run_is_not_predicted(tmp_path):
 
 
 def test_larger_and_quieter_ladders_find_smaller_speedups():
-    def smallest(rungs: int, seeds: int, noise: Noise) -> float:
+    def smallest(rungs: int, seeds: int, noise: LadderNoise) -> float:
         return smallest_speedup(np.geomspace(1e13, 1e16, rungs), seeds, noise, num_ladders=50)
 
-    base = smallest(6, 2, Noise(0.005, 0.005))
-    assert 1.01 < smallest(8, 2, Noise(0.005, 0.005)) < base
-    assert smallest(6, 4, Noise(0.005, 0.0)) < smallest(6, 2, Noise(0.005, 0.0)) < base
-    assert smallest(6, 2, Noise(0.01, 0.01)) > base
+    base = smallest(6, 2, LadderNoise(0.005, 0.005))
+    assert 1.01 < smallest(8, 2, LadderNoise(0.005, 0.005)) < base
+    assert smallest(6, 4, LadderNoise(0.005, 0.0)) < smallest(6, 2, LadderNoise(0.005, 0.0)) < base
+    assert smallest(6, 2, LadderNoise(0.01, 0.01)) > base
 
 
 def test_noise_of_a_ladder_is_measured():
-    noise = Noise(0.01, 0.02, shared=0.8)
+    noise = LadderNoise(0.01, 0.02, shared=0.8)
     law = SimulatedLaw(1.6, 0.1, 1.9)
     baseline, variant = simulate_ladder(
         np.random.default_rng(2), np.geomspace(1e12, 1e18, 40), 8, law=law, noise=noise
