@@ -273,8 +273,8 @@ def count_run_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
     count = present // len(shares) if shares and shares[0].environment else present
     if request.num_devices not in (None, count):
         raise UserError(
-            f"num_devices={request.num_devices}, but a run on this machine has {count}, so it "
-            "would miss the budget. Add launch=print to plan for another machine."
+            f"num_devices={request.num_devices}, but this machine has {count} for each run, so "
+            "runs here would miss the budget. Add launch=print to plan for another machine."
         )
     return count
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from MaxText.compilation.targets import find_target
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import flatten
 from MaxText.errors import UserError
@@ -397,6 +398,8 @@ def run_ladder(
     # Leaves accelerators to the runs: this process only evaluates shapes.
     jax.config.update("jax_platforms", "cpu")
 
+    if request.target:
+        find_target(request.target, 1)  # refuses an unknown machine
     num_devices = count_run_devices(request, variants)
     rungs, issues = plan_rungs(request, variants, num_devices)
     hardware = _hardware(request, variants)

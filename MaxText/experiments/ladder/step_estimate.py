@@ -13,6 +13,7 @@ As a program, in a process of its own, because a compiler is set up before jax s
 import json
 import math
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from MaxText.compilation import targets
@@ -33,7 +34,7 @@ class StepEstimate(NamedTuple):
     source: str
 
 
-def estimate_step(config: Config, target: str) -> StepEstimate:
+def estimate_step(config: Config, target: str, cache_folder: str) -> StepEstimate:
     """Returns the estimated time of a step on a machine.
 
     Call it in a process that has not imported jax.
@@ -41,6 +42,7 @@ def estimate_step(config: Config, target: str) -> StepEstimate:
     Args:
       config: Of the run.
       target: The machine, as train_compile.py's compile_topology.
+      cache_folder: Keeps the measured peak of a CPU, so that all estimates have the same.
 
     Raises:
       UserError: The machine is unknown, or the step does not fit it.
@@ -54,7 +56,7 @@ def estimate_step(config: Config, target: str) -> StepEstimate:
     from MaxText.cost.auto_layout import choose_layout
     from MaxText.cost.job_plan import make_plan
     from MaxText.cost.step_time import BANDWIDTH_SHARE
-    from MaxText.hardware.peak_flops import peak_of
+    from MaxText.hardware.peak_flops import peak_flops
 
     config = unflatten(flatten(config) | {"scan_layers": False})
     config = choose_layout(config, hardware, lambda line: None)
@@ -68,7 +70,8 @@ def estimate_step(config: Config, target: str) -> StepEstimate:
         return StepEstimate(seconds, _COMPILER)
     chip = hardware.chip
     share = math.sqrt(math.prod(chip.efficiency))
-    compute = costs["flops"] / (share * peak_of(hardware).tflops * 1e12)
+    peak = peak_flops(devices[0], cache_folder=cache_folder)
+    compute = costs["flops"] / (share * peak.tflops * 1e12)
     memory = costs["bytes accessed"] / (BANDWIDTH_SHARE * chip.bandwidth / chip.devices)
     return StepEstimate(max(compute, memory), _ROOFLINE)
 
@@ -77,7 +80,7 @@ def main() -> None:
     """Prints the estimate as JSON; of a user error, its text."""
     path, target = sys.argv[1:]
     try:
-        estimate = estimate_step(load_config(path), target)
+        estimate = estimate_step(load_config(path), target, str(Path(path).parent))
     except UserError as error:
         sys.exit(str(error))
     print(json.dumps(estimate._asdict()))
