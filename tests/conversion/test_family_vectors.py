@@ -27,7 +27,7 @@ from tests.conversion.golden_models import of_family_vectors
 from tests.conversion.running import model_in_run, parameters_in_run, run
 from tests.conversion.small_folders import same_bits, write
 from tests.golden.families.make import CASES, GLOBAL, LOCAL
-from tests.layers.test_golden import DELTA_RULE, TRANSFORMERS, close, close_gradients
+from tests.layers.test_golden import RECURRENT, TRANSFORMERS, close, close_gradients
 
 # In config.json of transformers, and no part of the model.
 NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "attention_dropout"}
@@ -97,8 +97,8 @@ def test_numbers_of_transformers(case, tmp_path):
     close(logits, golden.logits, TRANSFORMERS.logits)
     close(loss, golden.loss, TRANSFORMERS.loss)
     wanted = golden.converted(tmp_path / "gradients", golden.gradients)
-    has_delta_rule = "linear_num_key_heads" in golden.config_json
-    near = DELTA_RULE if has_delta_rule else TRANSFORMERS
+    is_recurrent = {"linear_num_key_heads", "ssm_state_size"} & golden.config_json.keys()
+    near = RECURRENT if is_recurrent else TRANSFORMERS
     close_gradients(gradients, wanted, near.gradients)
 
     run(f"from={folder}", f"to=hf:{tmp_path / 'out'}")

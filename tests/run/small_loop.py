@@ -22,7 +22,9 @@ class TrainStep:
     def __call__(self, state, batch):
         metrics = {"loss": 10.0 - state.step, "grad_norm": 1.0, "param_norm": 1.0}
         params = {"w": state.params["w"] + 1}
-        return SimpleNamespace(step=state.step + 1, params=params, guard=None), metrics
+        return SimpleNamespace(
+            step=state.step + 1, params=params, guard=None, average=None
+        ), metrics
 
 
 class Batches:
@@ -119,7 +121,7 @@ class Checkpoints:
 
 
 def state_before(step):
-    return SimpleNamespace(step=step, params={"w": step}, guard=None)
+    return SimpleNamespace(step=step, params={"w": step}, guard=None, average=None)
 
 
 class SmallLoop:

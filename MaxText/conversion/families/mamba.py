@@ -440,6 +440,7 @@ FALCON_H1 = descendant(
         (),
         None,
         hint="It is mamba_n_heads * mamba_d_head.",
+        null=None,
         read=_read_d_ssm,
         write=lambda values: values["mamba_n_heads"] * values["mamba_d_head"],
     ),
