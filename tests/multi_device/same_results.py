@@ -122,7 +122,8 @@ def assert_same(found, expected, where):
     def compare(path, actual, reference):
         place = f"{where} {jax.tree_util.keystr(path)}"
         largest = np.abs(reference).max() or 1.0
-        np.testing.assert_allclose(actual / largest, reference / largest, atol=1e-5, err_msg=place)
+        # Sums in another order: up to 1.1e-5 with some initial weights.
+        np.testing.assert_allclose(actual / largest, reference / largest, atol=2e-5, err_msg=place)
 
     jax.tree_util.tree_map_with_path(compare, found, expected)
 
