@@ -1,4 +1,4 @@
-"""Train steps of the presets, compiled for a slice on which each fits; needs libtpu, but no TPU.
+"""Train steps of the presets, compiled for a slice on which each should fit; needs libtpu, but no TPU.
 
     python benchmarks/presets.py                 all presets of SLICES
     python benchmarks/presets.py qwen3 gemma3    those whose names begin so
@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Preset -> a slice on which its parameters, Adam's moments and activations fit, in float32.
+# Preset -> a slice on which its parameters, Adam's moments and activations should fit, in float32.
+# docs/reference/compiled_figures.md says which of them were compiled.
 SLICES = {
     "qwen3-0.6b": "v6e-8",
     "qwen3-1.7b": "v6e-8",
