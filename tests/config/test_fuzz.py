@@ -382,6 +382,7 @@ _SIZES = {
     "base_num_kv_heads",
     "base_mlp_dim",
     "base_num_decoder_layers",
+    "mtp_num_layers",  # each is built on its own
     "head_dim",
     "vocab_size",
     "max_target_length",
