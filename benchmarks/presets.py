@@ -1,4 +1,4 @@
-"""Train steps of the presets, compiled for slices on which they should fit; needs libtpu, but no TPU.
+"""Train steps of the presets, compiled for slices on which they should fit; needs libtpu, no TPU.
 
     python benchmarks/presets.py                 all presets of SLICES
     python benchmarks/presets.py qwen3 gemma3    those whose names begin so
