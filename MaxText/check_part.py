@@ -22,6 +22,7 @@ from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import NoOptions, read_options
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
+from MaxText.runtime.start_up import FAST_COMPILATION
 
 if TYPE_CHECKING:
     from MaxText.conformance.checks import Check
@@ -44,11 +45,7 @@ MODULE is a module or the path of a .py file; without CLASS all of its parts are
 those of train.py. Exits with 1 if a check fails.
 """
 
-# Compiles fast, not well.
-_FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+_FLAGS = f"--xla_force_host_platform_device_count=8 {FAST_COMPILATION}"
 
 
 def main() -> int:
@@ -81,10 +78,7 @@ def main() -> int:
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     """Imports a module and returns its registered parts."""
-    module, _, name = spec.rpartition(":")
-    if not module or not name.isidentifier():
-        module = spec
-        name = ""
+    module, name = registry.split_part_spec(spec)
     parts_before = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
@@ -93,7 +87,7 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     if not parts:  # the module had been imported already
         parts = [part for part in all_parts if not part.is_built_in]
     if name:
-        parts = [part for part in parts if name in (part.target.__name__, part.name)]
+        parts = registry.parts_named(parts, name)
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts

@@ -153,7 +153,7 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
             prefix = ["env", *settings] if settings else []
             commands.run([*prefix, *command])
         return 0
-    logs = options.log_dir or f"maxtext_output/logs/{run.run_name}"
+    logs = str(run.log_folder(options.log_dir))
     options = dataclasses.replace(options, log_dir=logs)
     processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
     print(f"launch: {processes}; logs are in {logs}")
@@ -185,7 +185,7 @@ def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Se
     commands = Commands(print, dry_run=options.dry_run)
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
-        logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute()
+        logs = run.log_folder(options.log_dir).absolute()
         job = dataclasses.replace(options, name=options.name or run.run_name, log_dir=str(logs))
         slurm.submit(job, run.arguments, commands, print)
         return 0

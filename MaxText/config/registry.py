@@ -238,6 +238,19 @@ def registrations() -> list[Registration]:
     return list(_all().values())
 
 
+def split_part_spec(spec: str) -> tuple[str, str]:
+    """Returns the module and the class of MODULE[:CLASS]; an empty class for all parts of it."""
+    module, _, class_name = spec.rpartition(":")
+    if not module or not class_name.isidentifier():
+        return spec, ""
+    return module, class_name
+
+
+def parts_named(parts: Iterable[Registration], name: str) -> list[Registration]:
+    """Returns the parts with a name, which may be that of their class or function."""
+    return [part for part in parts if name in (part.target.__name__, part.name)]
+
+
 def remove(part: Registration) -> None:
     """Removes one part, so that another can be registered under its name."""
     del _registered[part.kind, part.name]

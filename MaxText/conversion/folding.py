@@ -34,10 +34,11 @@ def fold_multipliers(weights: WeightSource) -> tuple[WeightSource, str]:
     if model.is_standard:
         return weights, ""
     multiplied = model.with_multipliers
+    model_values = model.values_by_key()
     keys = {
         name: value
         for name, value in multiplied.values_by_key().items()
-        if value != model.values_by_key()[name]
+        if value != model_values[name]
     }
     factors: dict[str, float] = {}
     if _fold_branches(weights, multiplied, factors):

@@ -486,6 +486,19 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
 
 
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in the repository, without variables that set keys; captures its output."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=subprocess_env(),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+
+
 class DeviceCount(NamedTuple):
     """Devices of this machine, as a subprocess found them."""
 
@@ -497,16 +510,7 @@ class DeviceCount(NamedTuple):
 @functools.cache
 def find_devices(hardware: str) -> DeviceCount:
     """Returns the devices of this machine; raises UserError if none."""
-    command = [sys.executable, "-c", _COUNT_DEVICES, hardware]
-    process = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=subprocess_env(),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    process = run_python("-c", _COUNT_DEVICES, hardware)
     words = process.stdout.split()
     if process.returncode or words[:1] != ["devices"]:
         error = (process.stderr.strip().splitlines() or ["no message"])[-1]

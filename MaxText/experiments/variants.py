@@ -371,11 +371,13 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
     stems = [Path(path).stem for path in request.configs]
     # Another budget is another comparison, whose runs belong elsewhere.
     budget = [] if request.budget is None else [f"{request.budget:g}"]
-    kind, end = "compare", "_".join(["", request.match, *budget])
+    program = "compare"
+    suffix = "_".join(["", request.match, *budget])
     if asks_for_ladder(request):
-        kind, end = "ladder", f"_{ladder_name(request)}"
-    name = "_".join([kind, *stems, *swept])
-    return parent / (name[: _LONGEST_FOLDER - len(end)] + end)
+        program = "ladder"
+        suffix = f"_{ladder_name(request)}"
+    name = "_".join([program, *stems, *swept])
+    return parent / (name[: _LONGEST_FOLDER - len(suffix)] + suffix)
 
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:

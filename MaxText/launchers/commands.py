@@ -52,6 +52,10 @@ class RunArguments(NamedTuple):
     run_name: str
     folder: str
 
+    def log_folder(self, log_dir: str) -> Path:
+        """Returns the folder of logs and scripts: `log_dir`, or by default one of the run."""
+        return Path(log_dir or f"maxtext_output/logs/{self.run_name}")
+
 
 def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
     """Checks the configuration as train.py does, and fixes a run_name that contains the time.

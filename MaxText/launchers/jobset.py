@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from MaxText import exit_codes
@@ -257,8 +256,7 @@ def submit(options: JobSetOptions, run: RunArguments, commands: Commands, log: L
             "base_output_directory to a bucket, or to a folder of a --claim.\n"
         )
     manifest = manifest_yaml(jobset_manifest(options, run.arguments))
-    logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}")
-    path = logs / f"{options.name}.jobset.yml"
+    path = run.log_folder(options.log_dir) / f"{options.name}.jobset.yml"
     commands.write(path, manifest)
     commands.run(["kubectl", "apply", f"--filename={path}"])
     if not commands.dry_run:

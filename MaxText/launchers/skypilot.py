@@ -7,7 +7,6 @@ the job again on other machines after a preemption, and after exit codes that sa
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from MaxText import exit_codes
@@ -101,8 +100,7 @@ def submit(options: SkyPilotOptions, run: RunArguments, commands: Commands, log:
     if problems:
         raise UserError("; ".join(problems) + ".")
     options = dataclasses.replace(options, name=options.name or run.run_name)
-    logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}")
-    path = logs / f"{options.name}.sky.yml"
+    path = run.log_folder(options.log_dir) / f"{options.name}.sky.yml"
     task = manifest_yaml(skypilot_task(options, run.arguments))
     commands.write(path, task)
     commands.run(["sky", "jobs", "launch", "--yes", "--detach-run", str(path)])

@@ -32,6 +32,8 @@ from MaxText.errors import UserError, first_line
 from MaxText.runtime import processes
 
 DEFAULT_PORT = "1234"  # MaxText's
+# XLA_FLAGS of processes that examine programs: they compile fast, not well. XLA's counts stay.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Expected number of devices over all processes; set by launch.py.
 NUM_DEVICES_VARIABLE = "MAXTEXT_NUM_DEVICES"
 

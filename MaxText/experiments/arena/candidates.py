@@ -236,16 +236,14 @@ def _with_part(spec: str, own_keys: Sequence[str], baseline: Config) -> tuple[st
       own_keys: key=value of the candidate.
       baseline: Of the session.
     """
-    module, _, name = spec.rpartition(":")
-    if not module or not name.isidentifier():
-        module, name = spec, ""
+    module, name = registry.split_part_spec(spec)
     recorded = CheckpointConfig(flatten(baseline), "the baseline")
     modules = to_yaml([*baseline.run.import_modules, module])
     earlier_parts = registry.registrations()
     load([f"{_MODULES}={modules}"], recorded=recorded)
     parts = [part for part in registry.registrations() if part not in earlier_parts]
     if name:
-        parts = [part for part in parts if name in (part.target.__name__, part.name)]
+        parts = registry.parts_named(parts, name)
     kinds = [part.kind for part in parts]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")

@@ -28,6 +28,7 @@ _ROOTS = frozenset({"MaxText", "builtins", "flax", "grain", "jax", "math", "nump
 _OWN_ROOT = "MaxText"
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 _MAX_WRAPPERS = 8
+_MOST_NAMED = 3  # of replaced functions, in a message
 # Modules of JAX that read and write compiled programs while a candidate's code is traced.
 _COMPILATION_CACHE = ("jax/_src/compilation_cache.py", "jax/_src/lru_cache.py")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -107,11 +108,11 @@ class Watch:
         self._checking.active = True
         try:
             description = self._describe(event, arguments)
-            place = self._place(sys._getframe(1)) if description else ""
+            source_line = self._place(sys._getframe(1)) if description else ""
         finally:
             self._checking.active = False
-        if place:
-            violation = f"it must compute, and do nothing else: {place} {description}"
+        if source_line:
+            violation = f"it must compute, and do nothing else: {source_line} {description}"
             if violation not in self.violations:
                 self.violations.append(violation)
                 if self._report is not None:
@@ -268,10 +269,11 @@ class Guard:
         problems = list(self.watch.violations)
         replaced = replaced_functions(self._before, fingerprint())
         if replaced:
-            more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
+            num_unnamed = len(replaced) - _MOST_NAMED
+            others = f" and {num_unnamed} more" if num_unnamed > 0 else ""
             problems.append(
                 f"it replaces functions of the program that trains and measures it: "
-                f"{', '.join(replaced[:3])}{more}"
+                f"{', '.join(replaced[:_MOST_NAMED])}{others}"
             )
         return problems
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from MaxText.config.registry import split_part_spec
 from MaxText.errors import UserError
 from MaxText.experiments.arena import leaderboard, trials, verdict
 from MaxText.experiments.arena.arena_args import ArenaArgs
@@ -183,11 +184,11 @@ class _Judging:
     def _calibrate(self) -> None:
         """Runs the baseline, and the baseline with other initial weights, for their noise."""
         seeds = range(self.session.spec.calibration_seeds)
-        wanted = [(owner, seed) for seed in seeds for owner in (BASELINE, CALIBRATION)]
-        if any(self._needs(*run) for run in wanted):
-            self.log(f"calibration: {len(wanted)} runs of the baseline")
-        while any(self._needs(*run) for run in wanted):
-            self._fill([run for run in wanted if self._needs(*run)])
+        calibration_runs = [(owner, seed) for seed in seeds for owner in (BASELINE, CALIBRATION)]
+        if any(self._needs(*run) for run in calibration_runs):
+            self.log(f"calibration: {len(calibration_runs)} runs of the baseline")
+        while unfinished := [run for run in calibration_runs if self._needs(*run)]:
+            self._fill(unfinished)
             self._poll()
         calibration = verdict.calibrate(self.ledger, self.session.test)
         if calibration is not None:
@@ -252,14 +253,18 @@ class _Judging:
 
     def _next_trials(self, active: Sequence[str]) -> list[tuple[str, int]]:
         """Returns runs that the next looks need and that are not at work, first ones first."""
-        at_work = {(process.trial.owner, process.trial.seed) for process in self._at_work.values()}
         needed: dict[tuple[str, int], None] = {}
         for name in active:
             for seed in range(self._num_seeds_of_next_look(name)):
                 for owner in (BASELINE, name):
                     if self._needs(owner, seed):
                         needed[owner, seed] = None
-        return [run for run in needed if run not in at_work]
+        return [run for run in needed if run not in self._runs_at_work]
+
+    @property
+    def _runs_at_work(self) -> set[tuple[str, int]]:
+        """Owners and seeds of the runs that have a process."""
+        return {(process.trial.owner, process.trial.seed) for process in self._at_work.values()}
 
     def _num_seeds_of_next_look(self, name: str) -> int:
         looks = self.ledger.of(LookRow, name)
@@ -273,9 +278,8 @@ class _Judging:
 
     def _fill(self, runs: Sequence[tuple[str, int]]) -> None:
         """Starts runs on free slots."""
-        at_work = {(process.trial.owner, process.trial.seed) for process in self._at_work.values()}
         free = [slot for slot in range(self._jobs) if slot not in self._at_work]
-        startable = [run for run in runs if run not in at_work]
+        startable = [run for run in runs if run not in self._runs_at_work]
         for slot, (owner, seed) in zip(free, startable, strict=False):
             steps_of = self.ledger.candidate(BASELINE if owner == CALIBRATION else owner)
             assert steps_of is not None
@@ -392,9 +396,9 @@ class _Judging:
                 continue
             self.log(f"{row.name}: measuring on the hidden half")
             seeds = sorted(ledger.losses(row.name))
-            baseline = {str(seed): self._hidden_loss(BASELINE, seed) for seed in seeds}
-            kept = {str(seed): self._hidden_loss(row.name, seed) for seed in seeds}
-            final = FinalRow(owner=row.name, losses=kept, baseline_losses=baseline)
+            baseline_losses = {str(seed): self._hidden_loss(BASELINE, seed) for seed in seeds}
+            losses = {str(seed): self._hidden_loss(row.name, seed) for seed in seeds}
+            final = FinalRow(owner=row.name, losses=losses, baseline_losses=baseline_losses)
             ledger.append(final)
             self.log(f"{row.name}: {verdict.describe_final(final)}")
 
@@ -427,8 +431,8 @@ def _visible_gpus(count: int) -> list[str]:
 def _unique_name(spec: str, taken: set[str]) -> str:
     """Returns a name of a candidate: that of its file or class, and a number if it is taken."""
     file, *_ = shlex.split(spec) or [spec]
-    module, _, attribute = file.rpartition(":")
-    stem = attribute if module and attribute.isidentifier() else Path(file).stem
+    module, class_name = split_part_spec(file)
+    stem = class_name or Path(module).stem
     name = re.sub(r"[^\w.+-]+", "-", stem).strip("-.")[:_LONGEST_NAME] or "candidate"
     if name in (BASELINE, CALIBRATION):
         name += "_1"

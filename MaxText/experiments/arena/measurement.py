@@ -147,11 +147,12 @@ def measure(config: Config, half: Half) -> Measurement:
     weights = resolve_weights(config)
     try:
         tokenizer = open_tokenizer(config, weights.folder, weights.metadata, typed=False)
-        known = tokenizer.tokenizer if isinstance(tokenizer, ModelTokenizer) else tokenizer
+        if isinstance(tokenizer, ModelTokenizer):
+            tokenizer = tokenizer.tokenizer
     except UserError as error:
-        known = error  # bits per byte are unknown then
+        tokenizer = error  # bits per byte are unknown then
     trained = load_model(config, weights=weights)
-    text_bytes = TextBytes(config.masking.mlm_training, known)
+    text_bytes = TextBytes(config.masking.mlm_training, tokenizer)
     batch_size = mesh.microbatch_size(
         config.batch, trained.sharding, config.evaluation.eval_per_device_batch_size
     )

@@ -30,8 +30,6 @@ from MaxText.formatting import byte_count
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
 
-# For the process that screens: compiles fast, not well. XLA's count of bytes stays the same.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Checks of check_part.py that a cheat fails, and an honest part that is not finished yet passes.
 _CHECKS = ("initialization", "causality", "documents", "padding", "FLOPs")
 # Arrays in a program, besides weights: masks and tables of an honest model are computed there.

@@ -125,12 +125,12 @@ def keep_probability(test: SequentialTest, effect: float) -> float:
       effect: Its improvement, in standard deviations of a paired difference, which are known.
     """
     paths = _Paths(effect)
-    kept = 0.0
+    probability = 0.0
     for num_seeds in range(FIRST_LOOK, test.max_seeds + 1):
         boundary = -float(ndtri(test.nominal_level(num_seeds))) * np.sqrt(num_seeds)
-        kept += paths.above(boundary)
+        probability += paths.above(boundary)
         paths.cross(boundary)
-    return min(kept, 1.0)
+    return min(probability, 1.0)
 
 
 class _Paths:

@@ -94,8 +94,8 @@ def find_overlap(
       chunk: Tokens of the training text that are read at a time.
     """
     hashes = [_counted_hashes(_read(store, 0, len(store))) for store in validation]
-    wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
-    is_found = np.zeros(len(wanted), bool)
+    validation_hashes = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
+    is_found = np.zeros(len(validation_hashes), bool)
     num_tokens = 0
     is_complete = True
     for store in training:
@@ -105,9 +105,9 @@ def find_overlap(
                 break
             end = min(first + chunk + WINDOW - 1, len(store))
             rolling = rolling_hashes(_read(store, first, end))
-            is_found |= np.isin(wanted, rolling)
+            is_found |= np.isin(validation_hashes, rolling)
             num_tokens += end - first
-    return TextOverlap(len(wanted), int(is_found.sum()), num_tokens, is_complete)
+    return TextOverlap(len(validation_hashes), int(is_found.sum()), num_tokens, is_complete)
 
 
 def _read(store: TokenReader, first: int, end: int) -> np.ndarray:

@@ -31,6 +31,7 @@ from MaxText.experiments.arena.session import Session
 from MaxText.experiments.execution import SHORT_RUN_KEYS, start_training, tail, terminate
 from MaxText.experiments.solver import steps_changes
 from MaxText.monitoring.run_record import RunHistory, read_run
+from MaxText.runtime.start_up import FAST_COMPILATION
 from MaxText.storage.atomic import atomic_write_text
 
 NUM_EVALUATIONS = 4  # of a run, after equal shares of its steps
@@ -293,18 +294,12 @@ def examine(session: Session, folder: Path, spec: str | None, *, time_limit: flo
     command = [sys.executable, "-m", "MaxText.experiments.arena.examination"]
     command += [str(session.folder), str(folder), *([] if spec is None else [spec])]
     process = start_training(command, log, _examination_environment())
+    code = _wait(process, time_limit)
     reason = ""
-    try:
-        code = process.wait(time_limit)
-        if code:
-            reason = f"its examination ended with code {code}: {tail(log, 1).strip(' |')}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    if code is None:
         reason = f"its examination did not end within {time_limit:,.0f} s"
-    except BaseException:
-        terminate(process)
-        raise
+    elif code:
+        reason = f"its examination ended with code {code}: {tail(log, 1).strip(' |')}"
     row = None if reason else examination.load_examination(folder)
     if row is None:
         reason = reason or "its examination left no result"
@@ -312,13 +307,25 @@ def examine(session: Session, folder: Path, spec: str | None, *, time_limit: flo
     return row
 
 
+def _wait(process: subprocess.Popen[bytes], time_limit: float) -> int | None:
+    """Returns the exit code of a process; None if it was killed after `time_limit` seconds."""
+    try:
+        return process.wait(time_limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+    except BaseException:
+        terminate(process)
+        raise
+
+
 def _examination_environment() -> dict[str, str]:
     """Returns the environment of an examination: the CPU, and programs that compile fast."""
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment = execution.subprocess_env()
     paths = [str(execution.REPOSITORY), environment.get("PYTHONPATH", "")]
     return environment | {
-        "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {flags}".strip(),
+        "XLA_FLAGS": f"{environment.get('XLA_FLAGS', '')} {FAST_COMPILATION}".strip(),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
@@ -349,15 +356,9 @@ def measure_seconds(
     trial = dataclasses.replace(trial, folder=folder)
     write_trial_config(trial, SHORT_RUN_KEYS)
     process = start_training(train_command(trial.config_path, trusted), trial.log)
-    try:
-        code = process.wait(time_limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise UserError(f"its steps hang: no end within {time_limit:,.0f} s") from None
-    except BaseException:
-        terminate(process)
-        raise
+    code = _wait(process, time_limit)
+    if code is None:
+        raise UserError(f"its steps hang: no end within {time_limit:,.0f} s")
     if code:
         raise UserError(f"its timing run exited with code {code}: {tail(trial.log, 1).strip(' |')}")
     return statistics.median(execution.read_step_seconds(folder, row.name))

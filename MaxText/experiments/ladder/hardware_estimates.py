@@ -4,15 +4,12 @@ import dataclasses
 import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from MaxText.config.config_files import REPOSITORY
 from MaxText.config.serialization import resolved_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.execution import subprocess_env
+from MaxText.experiments.execution import run_python
 from MaxText.experiments.ladder.effective_speedup import TIME, log_throughput_ratio
 from MaxText.experiments.ladder.ladder_plan import SolvedRung
 from MaxText.experiments.ladder.measurements import Arm
@@ -137,15 +134,7 @@ def estimate_in_process(config_path: Path, machine: str) -> StepEstimate:
     Raises:
       UserError: The machine is unknown, or the step does not fit it.
     """
-    process = subprocess.run(
-        [sys.executable, "-m", _PROGRAM, str(config_path.absolute()), machine],
-        cwd=REPOSITORY,
-        env=subprocess_env(),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    process = run_python("-m", _PROGRAM, str(config_path.absolute()), machine)
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
         raise UserError(f"target={machine}: {lines[-1]}")

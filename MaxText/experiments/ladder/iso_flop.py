@@ -54,7 +54,8 @@ def fit_iso_flop(
             f"parameters; a parabola needs {MIN_SIZES}. Add sizes between {best / 2:.3g} and "
             f"{best * 2:.3g}."
         )
-    sizes, losses = sizes[near], losses[near]
+    sizes = sizes[near]
+    losses = losses[near]
     if best in (sizes[0], sizes[-1]):
         raise _edge(sizes, best)
 

@@ -126,7 +126,8 @@ def ladder_issues(options: LadderOptions, given: Collection[str]) -> list[Config
 
 def _span_issues(options: LadderOptions) -> list[ConfigIssue]:
     """Returns what is wrong with the number of rungs and their compute."""
-    low, high = options.from_, options.to
+    low = options.from_
+    high = options.to
     if low is None or high is None:
         missing = " and ".join(n for n, v in (("from", low), ("to", high)) if v is None)
         message = f"{missing}: the FLOPs of a run at the smallest and the largest rung are needed"

@@ -283,7 +283,8 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
     labels = [variant.label for variant in rungs[0].rung.variants]
     num_seeds = len(request.seeds)
     num_runs = len(rungs) * len(labels) * num_seeds
-    low, high = rungs[0].rung.compute, rungs[-1].rung.compute
+    low = rungs[0].rung.compute
+    high = rungs[-1].rung.compute
     total = sum(rung.compute for rung in rungs) * num_seeds
     lines = [
         f"ladder of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
