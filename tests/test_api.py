@@ -1,5 +1,6 @@
 """The Python interface, as docs/how-to/use_from_python.md shows it."""
 
+import importlib
 import itertools
 import json
 import re
@@ -116,7 +117,9 @@ def test_hooks_of_a_file_and_from_python_that_fail_and_go_on(trained, tmp_path):
 
 
 def test_names_of_the_package_are_the_functions_of_the_api(trained):
-    # Also after training: MaxText.train would be a module if something had imported train.py.
+    for program in ("train", "arena"):  # as the arena does, which imports the whole package
+        importlib.import_module(f"MaxText.{program}")
+    assert mt.__all__ == api.__all__
     for name in mt.__all__:
         assert getattr(mt, name) is getattr(api, name), name
 
