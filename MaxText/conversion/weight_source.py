@@ -1,6 +1,7 @@
-"""Sources of weights for conversion: arrays under our names, read one at a time."""
+"""Sources of weights for conversion: arrays under our names, asked for one at a time."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from MaxText.training.backend_defaults import abstract_model
 PARAMS = "params/"
 _AVERAGE = f"{AVERAGE}/"  # parameter_average
 _MAX_LINES = 20
+_READ_AHEAD_BYTES = 16 << 20
 
 
 class WeightSource:
@@ -156,25 +158,49 @@ class LazyCheckpointReader:
             tree, self.leaves = read_tree(self._stored)
         entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         self._paths = [compatibility.leaf_path(path) for path, _ in entries]
+        self._read_ahead: dict[str, np.ndarray] = {}
         params = {path: leaf for path, leaf in self.leaves.items() if path.startswith(prefix)}
         self.params = {path.removeprefix(prefix): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
         """Returns one array by its path; UserError for damage, or weights that are not finite."""
-        import orbax.checkpoint as ocp
-
-        index = self._paths.index(path)
+        if path not in self._read_ahead:
+            self._read_ahead = self._read_from(path)
+        array = self._read_ahead.pop(path)
         checksums = self._stored.metadata.checksums
-        leaves = [0] * len(self._paths)
-        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
         with corruption_as_user_error(self._stored):
-            arrays = read_arrays(self._stored, self._structure, leaves, arguments, only=[index])
-            array = np.asarray(arrays[index])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         if path.startswith(self._prefix):
             require_finite(array, path, self._stored)
         return array
+
+    def _read_from(self, path: str) -> dict[str, np.ndarray]:
+        """Returns an array, and those after it as long as they are small together, by path.
+
+        Arrays are mostly asked for in their order, and a call of Orbax takes 20 ms however small
+        the array is.
+        """
+        import orbax.checkpoint as ocp
+
+        first = self._paths.index(path)
+        end = first + 1
+        num_bytes = self._num_bytes(first)
+        while end < len(self._paths) and num_bytes + self._num_bytes(end) <= _READ_AHEAD_BYTES:
+            num_bytes += self._num_bytes(end)
+            end += 1
+        leaves = [0] * len(self._paths)
+        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
+        with corruption_as_user_error(self._stored):
+            arrays = read_arrays(
+                self._stored, self._structure, leaves, arguments, only=range(first, end)
+            )
+        return {self._paths[index]: np.asarray(array) for index, array in arrays.items()}
+
+    def _num_bytes(self, index: int) -> float:
+        """Returns the size of an array; infinite for an entry of the tree that holds none."""
+        spec = self.leaves.get(self._paths[index])
+        return math.inf if spec is None else math.prod(spec.shape) * spec.dtype.itemsize
 
 
 class RunWeights(WeightSource):

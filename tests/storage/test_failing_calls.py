@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +53,7 @@ TRAIN = [
     "eval_steps=1",
     "sample_tokens=4",
     "jax_cache_dir=cache",
+    "data_retry.delay=0",  # the default's tries take 31 seconds
 ]
 
 
@@ -124,6 +124,7 @@ def end_of_run(folder):
 @pytest.fixture(scope="module")
 def undisturbed(commands):
     """Operations and end of a run without failures."""
+    shutil.rmtree(commands.folder / "out", ignore_errors=True)
     code, output, made = commands.run(TRAIN)
     assert code == SUCCESS, output
     return made, end_of_run(commands.folder / "out" / "run")
@@ -174,13 +175,14 @@ def test_some_operations_of_a_run(commands, undisturbed, pattern, times):
 
 
 def test_a_background_save_that_fails_does_not_keep_the_process(commands):
-    """Orbax's threads wait for each other then; the run goes on, and ends with its own code."""
+    """Orbax's threads wait for each other then; the run goes on, and ends with its own code.
+
+    A process that waits for them is killed after SECONDS.
+    """
     shutil.rmtree(commands.folder / "out", ignore_errors=True)
-    began = time.monotonic()
     code, output, _ = commands.run(TRAIN, r"mkdir .*checkpoints/2\.orbax.*/items\.orbax", 1)
     assert code == SUCCESS, output
     assert "WARNING: the checkpoint of step 2 could not be written" in output
-    assert time.monotonic() - began < SECONDS / 2
 
 
 def test_the_state_is_saved_where_data_cannot_be_read(commands, undisturbed):
