@@ -3,7 +3,7 @@
 #
 #   bash setup.sh                      the device is detected: tpu, gpu or cpu
 #   bash setup.sh DEVICE=gpu           or is named; the environment variable DEVICE does the same
-#   PYTHON=python3.12 bash setup.sh    another Python than the python3 on the PATH
+#   PYTHON=python3.12 bash setup.sh    another Python than the newest on the PATH
 #
 # Needs Python 3.11 or newer with pip or venv, and no root. A second run finds nothing to do and
 # ends at once; to start over, remove .venv.
@@ -66,7 +66,7 @@ is_new_enough() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
-candidates=(python3 python3.13 python3.12 python3.11)
+candidates=(python3.14 python3.13 python3.12 python3 python3.11)
 if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
 python=
 for candidate in "${candidates[@]}"; do
@@ -76,8 +76,9 @@ for candidate in "${candidates[@]}"; do
   fi
 done
 if [ -z "$python" ]; then
-  found=$(python_version "${candidates[0]}") || found='does not run'
-  refuse "needs Python 3.11 or newer; ${candidates[0]}: $found" \
+  named=${PYTHON:-python3}
+  found=$(python_version "$named") || found='does not run'
+  refuse "needs Python 3.11 or newer; $named: $found" \
     'name another one: PYTHON=python3.12 bash setup.sh'
 fi
 version=$(python_version "$python")
@@ -162,6 +163,9 @@ PROGRAM
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 echo "Python $version, DEVICE=$DEVICE ($origin)"
+case $version in
+  3.11.*) echo 'Python 3.11 gets jax 0.10; 3.12 to 3.14 get jax 0.12: PYTHON=python3.13 bash setup.sh' ;;
+esac
 stage 'virtual environment .venv' make_environment
 stage "packages" install_packages
 stage 'first import' import_packages

@@ -16,7 +16,7 @@ from MaxText.errors import UserError
 from tests.house.sources import REPOSITORY, imported_modules, python_files, shown
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def pins() -> list[Requirement]:
@@ -59,7 +59,7 @@ def test_pins_satisfy_the_declared_ranges(python):
             assert requirement.specifier.contains(versions[name]), (requirement, versions[name])
         else:
             # Beam's own pins contradict these.
-            free = {("jax", "3.12"), ("jax", "3.13"), ("apache-beam", python)}
+            free = {("jax", newer) for newer in PYTHONS[1:]} | {("apache-beam", python)}
             assert (name, python) in free, f"{name} has no pin"
 
 
@@ -167,6 +167,32 @@ def test_setup_refuses_what_it_does_not_know(arguments, message, tmp_path):
     assert done.returncode == 2
     assert message in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["setup.sh"]
+
+
+def test_setup_takes_the_newest_python(tmp_path):
+    for name, version in (
+        ("python3.14", "3.14.0"),
+        ("python3.13", "3.13.5"),
+        ("python3", "3.12.1"),
+    ):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        # Answers the two questions of setup.sh, and cannot make an environment.
+        lines = (
+            "#!/bin/sh",
+            f"case $2 in *python_version*) echo {version} ;; *exit*) ;; *) exit 1 ;; esac",
+        )
+        program.write_text("\n".join(lines))
+        program.chmod(0o755)
+    for path in REPOSITORY.glob("*"):
+        if path.suffix in (".sh", ".toml", ".txt"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    environment = {k: v for k, v in os.environ.items() if k not in ("DEVICE", "PYTHON")}
+    environment["PATH"] = f"{tmp_path / 'bin'}:{environment['PATH']}"
+    command = ["bash", tmp_path / "setup.sh", "DEVICE=cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith("Python 3.14.0, DEVICE=cpu (named)\n"), done.stdout
 
 
 def test_ci_runs_the_commands_of_the_readme():
