@@ -27,6 +27,8 @@ FileType = Literal[
     "arrow",
     "webdataset",
     "megatron",
+    "datatrove",
+    "dolma",
     "text",
 ]
 PackingType = Literal["concat_then_split", "first_fit", "best_fit"]

@@ -37,7 +37,7 @@ _MAX_AGE_SECONDS = 180 * 86400
 # user too.
 _LOCK = r"\.lock(\.(break|restore)\.\d+\.[0-9a-f]{32})?"
 _ENTRIES = {
-    ".": r"(gpt_neox|lengths|megatron|packing|windows)\d+-[0-9a-f]{24}(\.[a-z0-9_]{8})?",
+    ".": r"(flat|gpt_neox|lengths|megatron|packing|windows)\d+-[0-9a-f]{24}(\.[a-z0-9_]{8})?",
     **dict.fromkeys(("copies", "imported", "prepared"), rf"[0-9a-f]{{24}}({_LOCK})?"),
     "text": rf"[0-9a-f]{{32}}(\.preparing|{_LOCK})?",
     "text_digests": r"[0-9a-f]{32}(\.[0-9a-f]{16}\.writing)?",

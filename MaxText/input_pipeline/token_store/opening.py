@@ -1,8 +1,8 @@
 """Opens any token data for training.
 
-Prepared flat files and Megatron data are read in place. Other records are imported at first use,
-and text is tokenized then. Names tell the format, and the first record whether records hold ids or
-text.
+Prepared flat files and those of Megatron, datatrove and Dolma are read in place. Other records are
+imported at first use, and text is tokenized then. Names tell the format, and the first record
+whether records hold ids or text.
 """
 
 import collections
@@ -26,6 +26,10 @@ from MaxText.input_pipeline.document_sources.records import (
 )
 from MaxText.input_pipeline.document_sources.source_files import FileRange
 from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
+from MaxText.input_pipeline.token_store.flat_token_files import (
+    FLAT_FORMATS,
+    open_flat_token_files,
+)
 from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
@@ -49,8 +53,8 @@ from MaxText.storage.file_access import FileInfo, is_url, local_path, relative_n
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
-    "token ids or text; webdataset .tar archives of tensors; Megatron's .bin with .idx; .txt or "
-    ".jsonl text"
+    "token ids or text; webdataset .tar archives of tensors; Megatron's .bin with .idx; "
+    "datatrove's .ds with .ds.index; Dolma's .npy with .csv.gz; .txt or .jsonl text"
 )
 
 # Format -> pattern of file names.
@@ -60,6 +64,8 @@ _NAMES = {
     "parquet": re.compile(r"\.parquet(?![a-z])"),
     "arrow": re.compile(r"\.arrow(?![a-z])"),
     "megatron": re.compile(r"\.(bin|idx)$"),
+    "datatrove": re.compile(r"\.ds$"),
+    "dolma": re.compile(r"\.npy$"),
     "webdataset": re.compile(r"\.(tar|tar\.gz|tgz)$"),
     "text": re.compile(r"(?i)^(?!readme).*\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$"),
 }
@@ -193,6 +199,8 @@ def _open_files(request: OpenRequest, files: list[FileInfo], file_format: str) -
     cache_dir = data.local_cache_dir
     if file_format == "megatron":
         return open_megatron(files, request.key, request.location, cache_dir)
+    if file_format in FLAT_FORMATS:
+        return open_flat_token_files(files, file_format, request.key, request.location, cache_dir)
     field = data.token_records.field
     fields = (field,) if field else ()
     paths = [file.path for file in files]
