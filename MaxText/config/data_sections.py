@@ -217,9 +217,12 @@ class ExportedRecordsConfig(NamedSection):
 class RunnerConfig(NamedSection):
     """Runner of the preparation."""
 
-    runner: Literal["local", "beam"] = key("local", "Local processes, or Apache Beam.")
+    runner: Literal["local", "beam", "datatrove"] = key("local")
+    """Engine of the preparation: local processes, Apache Beam, or an executor of datatrove."""
     beam_options: str = key("", only_if={"prepare.runner": "beam"})
     """Options of the Beam runner, as on its command line."""
+    datatrove_options: str = key("", only_if={"prepare.runner": "datatrove"})
+    """Arguments of datatrove's executor: executor=slurm partition=cpu time=02:00:00 workers=100."""
 
 
 class PreparationConfig(Section):

@@ -7,9 +7,7 @@
 The folder outlives the process; the next process tokenizes the remaining shards.
 """
 
-import functools
 import json
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -21,7 +19,11 @@ from MaxText.errors import UserError
 from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
-from MaxText.input_pipeline.prepare.process_pool import run_jobs, run_once
+from MaxText.input_pipeline.prepare.runners import (
+    tokenize_locally,
+    tokenize_with_beam,
+    tokenize_with_datatrove,
+)
 from MaxText.input_pipeline.prepare.sampling import corpus_digest, held_out_threshold
 from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
@@ -29,7 +31,6 @@ from MaxText.input_pipeline.prepare.token_shards import (
     Tokenization,
     TokenizedShard,
     tokenize_again,
-    tokenize_shard,
     write_documents,
 )
 from MaxText.input_pipeline.token_store.manifest import (
@@ -133,19 +134,13 @@ class TokenizationJob:
         threshold = held_out_threshold(tokenization.keys.validation_fraction)
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
         num_kept = sum(1 for _ in tokenization.ledger.glob("*.json"))
-        if tokenization.keys.prepare.runner == "beam":
-            results = _tokenize_with_beam(tokenization, jobs)
+        runner = tokenization.keys.prepare.runner
+        if runner == "beam":
+            results = tokenize_with_beam(tokenization, jobs)
+        elif runner == "datatrove":
+            results = tokenize_with_datatrove(tokenization, jobs)
         else:
-            results = run_jobs(
-                "Encoding",
-                tokenize_shard,
-                tokenization,
-                jobs,
-                sizes=[shard.num_bytes for shard in corpus.shards],
-                max_processes=tokenization.keys.prepare_num_workers,
-                log=log,
-                ledger=tokenization.ledger,
-            )
+            results = tokenize_locally(tokenization, jobs, corpus, log)
         return [TokenizedShard.model_validate(shard) for shard in results], num_kept
 
     def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
@@ -241,33 +236,3 @@ def _estimate_unreadable(shards: Sequence[TokenizedShard]) -> int:
 def _format_counts(skipped: dict[str, int]) -> str:
     """Returns `12 empty, 1 malformed`."""
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-
-
-def _tokenize_with_beam(
-    tokenization: Tokenization, jobs: Sequence[ShardJob]
-) -> list[dict[str, Any]]:
-    """Tokenizes all shards on Beam; its workers need the same paths."""
-    try:
-        import apache_beam  # pyright: ignore[reportMissingImports]
-        from apache_beam.options.pipeline_options import (  # pyright: ignore[reportMissingImports]
-            PipelineOptions,
-        )
-    except ImportError as error:
-        raise UserError(
-            "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
-            "install 'jaxpretrain[beam]', or set prepare.runner=local."
-        ) from error
-    options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
-    tokenize_job = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
-    try:
-        with apache_beam.Pipeline(options=options) as pipeline:
-            # Without a reshuffle, Beam would fuse everything into one bundle.
-            _ = (
-                pipeline
-                | "Shards" >> apache_beam.Create([*enumerate(jobs)])
-                | apache_beam.Reshuffle()
-                | "Tokenize" >> apache_beam.Map(tokenize_job)
-            )
-    except Exception as error:  # runners raise errors of their own about those of workers
-        raise UserError(f"prepare.runner=beam: {error}") from error
-    return [tokenize_job(numbered_job) for numbered_job in enumerate(jobs)]

@@ -14,7 +14,6 @@ Legend: D documents of a file.
 
 import csv
 import gzip
-import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -131,8 +130,7 @@ def _dolma_ends(index: FileInfo) -> Iterator[np.ndarray]:
     try:
         with (
             file_access.open_stream(index.path) as stream,
-            gzip.open(stream) as unpacked,
-            io.TextIOWrapper(unpacked, encoding="utf-8", newline="") as text,
+            gzip.open(stream, "rt", encoding="utf-8", newline="") as text,
         ):
             for start, end, *_ in csv.reader(text):
                 if int(start) != last_end:

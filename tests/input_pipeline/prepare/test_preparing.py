@@ -158,20 +158,6 @@ def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-@pytest.mark.filterwarnings("ignore")  # Beam's own, which change with each of its versions.
-def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
-    with monkeypatch.context() as context:
-        context.setitem(sys.modules, "apache_beam", None)
-        beam = byte_options(corpus, **{"prepare.runner": "beam"})
-        refused(r"jaxpretrain\[beam\]", made, beam, tmp_path / "d")
-    pytest.importorskip("apache_beam", reason="prepare.runner=beam needs it")
-    split_small(monkeypatch, 1500)
-    for runner in ("local", "beam"):
-        keys = {"prepare.runner": runner, "prepare.beam_options": "--runner=DirectRunner"}
-        made(byte_options(corpus, **keys), tmp_path / runner)
-    assert contents(tmp_path / "local") == contents(tmp_path / "beam")
-
-
 def test_separator_and_special_tokens(corpus, tmp_path):
     preparation = byte_options(corpus, prepare_separator_id=259)
     refused("prepare_separator_id=259", made, preparation, tmp_path / "d")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.prepare import job, token_shards
+from MaxText.input_pipeline.prepare import runners, token_shards
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
@@ -103,13 +103,13 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 WORKERS = """
 import functools, sys, time
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.input_pipeline.prepare import job, process_pool
+from MaxText.input_pipeline.prepare import process_pool, runners
 from MaxText.input_pipeline.prepare import prepare as preparing
-encode = job.tokenize_shard
+encode = runners.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)
     time.sleep(60)
-job.tokenize_shard = encode_then_wait
+runners.tokenize_shard = encode_then_wait
 process_pool._BYTES_PER_PROCESS = 1
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
@@ -154,7 +154,7 @@ def interrupted(tmp_path, monkeypatch):
         return token_shards.tokenize_shard(tokenization, shard)
 
     with monkeypatch.context() as context:
-        context.setattr(job, "tokenize_shard", fail_later)
+        context.setattr(runners, "tokenize_shard", fail_later)
         with pytest.raises(UserError, match=r"d .*No space left on device"):
             made(byte_options(tmp_path / "text"), tmp_path / "d")
 
