@@ -460,6 +460,32 @@ class WandbConfig(NamedSection):
     $WANDB_MODE is not read."""
 
 
+class TrackioConfig(NamedSection):
+    """The run in Trackio."""
+
+    ONLY_IF = "enable_trackio"
+
+    project: str = key("maxtext", "Trackio project of the run.")
+    folder: str = key("")
+    """Folder of the database. Empty: base_output_directory/trackio. `TRACKIO_DIR=FOLDER trackio
+    show` opens the dashboard."""
+    space_id: str = key("")
+    """Space of Hugging Face (user/name) that gets the metrics instead. Empty: nothing leaves the
+    machine. $TRACKIO_SPACE_ID is not read."""
+
+
+class MlflowConfig(NamedSection):
+    """The run in MLflow."""
+
+    ONLY_IF = "enable_mlflow"
+
+    experiment: str = key("maxtext", "MLflow experiment of the run.")
+    tracking_uri: str = key("")
+    """Tracking server or database. Empty: sqlite, base_output_directory/mlflow.db, and nothing
+    leaves the machine. $MLFLOW_TRACKING_URI is not read. `mlflow ui --backend-store-uri URI` opens
+    the dashboard."""
+
+
 _PROFILING = {"profiler": "xplane"}
 
 
@@ -487,6 +513,10 @@ class MonitoringConfig(Section):
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbConfig = WandbConfig()
+    enable_trackio: bool = key(False, "Log to Trackio; needs `pip install '.[trackio]'`.")
+    trackio: TrackioConfig = TrackioConfig()
+    enable_mlflow: bool = key(False, "Log to MLflow; needs `pip install '.[mlflow]'`.")
+    mlflow: MlflowConfig = MlflowConfig()
     metrics_file: str = key("")
     """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
     file; a repeated step then appears twice."""

@@ -52,6 +52,7 @@ def train(
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.config.schema import flatten
     from MaxText.input_pipeline.data_sources import check_sources
+    from MaxText.monitoring.sinks.tracker import check_packages
     from MaxText.run.hooks import user_hooks
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
@@ -60,6 +61,7 @@ def train(
     evaluation = config.evaluation
     if run.log_config:
         _print_lines(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items()))
+    check_packages(config.monitoring)
     selected_hooks = user_hooks(run.hooks, hooks)
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(

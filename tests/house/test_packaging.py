@@ -187,6 +187,7 @@ def test_imports_and_declared_dependencies_agree():
             top = module.partition(".")[0]
             if top not in {"MaxText", "compression", *sys.stdlib_module_names}:  # stdlib from 3.14
                 imported.setdefault(top, set()).add(shown(path))
+    distributions.setdefault("mlflow", ["mlflow-skinny"])
     names = {
         top: {canonicalize_name(name) for name in distributions.get(top, [top])} for top in imported
     }
