@@ -508,8 +508,10 @@ class MonitoringConfig(Section):
     """Format of the step line. full: MaxText's `completed step: ...`, which scripts parse. compact:
     half as long, with the total of steps. auto: compact on a terminal, else full."""
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
-    log_layer_norms: bool = key(False)
-    """Also log the norm of each layer's gradients and of its parameters."""
+    log_layer_metrics: bool = key(False)
+    """Also log numbers of each layer: norms of its gradients, parameters and updates, and their
+    ratio; entropy and largest logit of its attention, of 16 queries of each sequence; the metrics
+    of its experts and of your own parts. Costs less than 2 % of a step of a large model."""
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbConfig = WandbConfig()
