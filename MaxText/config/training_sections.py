@@ -444,6 +444,10 @@ class EvaluationConfig(Section):
     candidates on the first half, and its final keeper on the second."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
     """Sequences per device; 0 is per_device_batch_size."""
+    downstream_task_files: tuple[str, ...] = key((), only_if={"eval_interval": OtherThan((-1,))})
+    """Multiple-choice questions that train.py scores at each evaluation, with accuracy and bits per
+    byte of the right choice: .jsonl with the fields query, choices, and gold
+    (docs/how-to/evaluate.md)."""
     target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})
     """Stop when the evaluation loss is below this; 0 disables."""
 
