@@ -24,6 +24,14 @@ from tests.programs import run
 from tests.small_models import tiny_config
 
 EOS, NUM_IDS = 256, 259
+HOOK = """
+from MaxText.run.hooks import hook
+
+
+@hook(every=2)
+def seen(info):
+    print("seen:", info.metrics["update_ratio/layer_0"] > 0)
+"""
 QUESTIONS = [
     Question("tin is", ("a cat", "tin"), 1),
     Question("so", (" be", "it is", "é"), 0),  # its own white space; two bytes in a letter
@@ -148,12 +156,18 @@ def test_a_run_reports_them_at_each_evaluation(tmp_path, users_environment):
         f"downstream_task_files=[{path}] tokenizer_vocab_size=300 vocab_size=300 base_emb_dim=16 "
         "base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 "
         "base_num_decoder_layers=1 max_target_length=32 per_device_batch_size=2 hardware=cpu "
-        "enable_checkpointing=false enable_tensorboard=false loss_curve=false sample_tokens=0"
+        "enable_checkpointing=false enable_tensorboard=false loss_curve=false sample_tokens=0 "
+        f"log_layer_metrics=true import_modules=[{tmp_path / 'seen.py'}] hooks=[seen]"
     )
+    (tmp_path / "seen.py").write_text(HOOK)
     done = run("train.py", arguments.split(), tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
+    # The numbers of layers reach hooks and records, and do not disturb the end of the run.
+    assert "seen: True" in done.stdout
     assert done.stdout.count("  code: accuracy=") == 2
     rows = [*stream_rows(tmp_path / "r" / "events.jsonl")]
+    steps = [row for row in rows if row["event"] == "step"]
+    assert all(row["learning/attention_entropy/layer_0"] > 0 for row in steps)
     evaluations = [row for row in rows if row["event"] == "evaluation"]
     assert [event["step"] for event in evaluations] == [1, 3]
     for event in evaluations:
