@@ -174,6 +174,9 @@ def test_ci_runs_the_commands_of_the_readme():
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     assert "\nbash setup.sh && .venv/bin/python -m pytest -n auto\n" in readme
+    # The main job is one command, too, which stops where the set-up fails.
+    main_job = "bash setup.sh && .venv/bin/python MaxText/train.py configs/quickstart.yml"
+    assert f"```bash\n{main_job}\n```" in readme
     assert re.search(r"^bash setup\.sh$", ci, re.MULTILINE)
     assert re.search(r"^\.venv/bin/python -m pytest -n auto$", ci, re.MULTILINE)
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
