@@ -48,10 +48,12 @@ def problem():
             return ""
         named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         reason = f"is not installed in this Python: {named} missing"
-    return (
-        f"jaxpretrain {reason}. This is {sys.executable} {version}. Run bash setup.sh in the "
-        "clone and use .venv/bin/python, or pip install it here."
-    )
+    clone = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    prepared = os.path.join(clone, ".venv", "bin", "python")
+    remedy = "Run bash setup.sh in the clone and use .venv/bin/python, or pip install it here."
+    if os.path.exists(prepared) and prepared != sys.executable:
+        remedy = f"Use {prepared}, or source {os.path.dirname(prepared)}/activate."
+    return f"jaxpretrain {reason}. This is {sys.executable} {version}. {remedy}"
 
 
 def check():

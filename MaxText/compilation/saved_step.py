@@ -60,7 +60,7 @@ _KEYS = (
     "skip_step_scaling_factor",
     "rollback.after_skips",
     "rollback.on_rise",
-    "log_layer_norms",
+    "log_layer_metrics",
 )
 
 # Sources that a step is traced from.

@@ -498,6 +498,32 @@ def _tasks_have_a_causal_model(config: Config) -> ConfigIssue | None:
     )
 
 
+@rule("downstream_task_files", "causal", "ici_pipeline_parallelism", "dcn_pipeline_parallelism")
+def _downstream_tasks_have_a_model(config: Config) -> ConfigIssue | None:
+    if not config.evaluation.downstream_task_files:
+        return None
+    stages = (config.mesh.ici_pipeline_parallelism, config.mesh.dcn_pipeline_parallelism)
+    remedy = "downstream_task_files=[]"
+    if not config.model.attention.causal:
+        return ConfigIssue(
+            message="downstream tasks need a causal model, which scores a choice after its query",
+            remedies=(remedy,),
+            keys=("downstream_task_files", "causal"),
+        )
+    if any(size not in (1, "auto") for size in stages):
+        return ConfigIssue(
+            message="downstream tasks have batches of any size, which the stages of a pipeline do "
+            "not divide; score the checkpoints with eval.py instead",
+            remedies=(remedy,),
+            keys=(
+                "downstream_task_files",
+                "ici_pipeline_parallelism",
+                "dcn_pipeline_parallelism",
+            ),
+        )
+    return None
+
+
 @rule("eval_tasks", "task_files.lambada", "task_files.wikitext")
 def _tasks_have_files(config: Config) -> ConfigIssue | None:
     for task in config.scoring.eval_tasks:

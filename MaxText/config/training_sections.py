@@ -444,6 +444,10 @@ class EvaluationConfig(Section):
     candidates on the first half, and its final keeper on the second."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
     """Sequences per device; 0 is per_device_batch_size."""
+    downstream_task_files: tuple[str, ...] = key((), only_if={"eval_interval": OtherThan((-1,))})
+    """Multiple-choice questions that train.py scores at each evaluation, with accuracy and bits per
+    byte of the right choice: .jsonl with the fields query, choices, and gold
+    (docs/how-to/evaluate.md)."""
     target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})
     """Stop when the evaluation loss is below this; 0 disables."""
 
@@ -458,6 +462,32 @@ class WandbConfig(NamedSection):
     mode: Literal["online", "offline", "disabled"] = key("online")
     """offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing.
     $WANDB_MODE is not read."""
+
+
+class TrackioConfig(NamedSection):
+    """The run in Trackio."""
+
+    ONLY_IF = "enable_trackio"
+
+    project: str = key("maxtext", "Trackio project of the run.")
+    folder: str = key("")
+    """Folder of the database. Empty: base_output_directory/trackio. `TRACKIO_DIR=FOLDER trackio
+    show` opens the dashboard."""
+    space_id: str = key("")
+    """Space of Hugging Face (user/name) that gets the metrics instead. Empty: nothing leaves the
+    machine. $TRACKIO_SPACE_ID is not read."""
+
+
+class MlflowConfig(NamedSection):
+    """The run in MLflow."""
+
+    ONLY_IF = "enable_mlflow"
+
+    experiment: str = key("maxtext", "MLflow experiment of the run.")
+    tracking_uri: str = key("")
+    """Tracking server or database. Empty: sqlite, base_output_directory/mlflow.db, and nothing
+    leaves the machine. $MLFLOW_TRACKING_URI is not read. `mlflow ui --backend-store-uri URI` opens
+    the dashboard."""
 
 
 _PROFILING = {"profiler": "xplane"}
@@ -482,11 +512,17 @@ class MonitoringConfig(Section):
     """Format of the step line. full: MaxText's `completed step: ...`, which scripts parse. compact:
     half as long, with the total of steps. auto: compact on a terminal, else full."""
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
-    log_layer_norms: bool = key(False)
-    """Also log the norm of each layer's gradients and of its parameters."""
+    log_layer_metrics: bool = key(False)
+    """Also log numbers of each layer: norms of its gradients, parameters and updates, and their
+    ratio; entropy and largest logit of its attention, of 16 queries of each sequence; the metrics
+    of its experts and of your own parts. Costs less than 2 % of a step of a large model."""
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbConfig = WandbConfig()
+    enable_trackio: bool = key(False, "Log to Trackio; needs `pip install '.[trackio]'`.")
+    trackio: TrackioConfig = TrackioConfig()
+    enable_mlflow: bool = key(False, "Log to MLflow; needs `pip install '.[mlflow]'`.")
+    mlflow: MlflowConfig = MlflowConfig()
     metrics_file: str = key("")
     """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
     file; a repeated step then appears twice."""

@@ -20,6 +20,7 @@ from MaxText.conversion.folding import fold_multipliers
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
+from MaxText.conversion.model_card import MODEL_CARD, write_model_card
 from MaxText.conversion.request import OTHER_PROGRAMS, ConvertArgs
 from MaxText.conversion.weight_source import RunWeights, WeightSource, unflatten
 from MaxText.errors import UserError
@@ -170,6 +171,10 @@ def _to_folder(request: ConvertArgs, source: _Source, log: Log) -> None:
             max_shard_bytes=request.max_shard_size,
             token_ids=token_ids,
         )
+        unsupported = hf_config.absent_in_transformers(family, folded.config)
+        name = request.target.name
+        write_model_card(partial, name, weights, family, record, unsupported=unsupported or "")
+        files.append(MODEL_CARD)
         if request.verify:
             hf_export.verify(weights, partial, str(request.target), log, dtype=request.dtype)
     log(f"Wrote {request.target} as {family.architecture}: {', '.join([*files, *copied])}")
@@ -179,7 +184,6 @@ def _to_folder(request: ConvertArgs, source: _Source, log: Log) -> None:
             f"note: no tokenizer is exported: neither the run nor dataset_path={dataset_path} has "
             "one; add tokenizer=FOLDER"
         )
-    unsupported = hf_config.absent_in_transformers(family, folded.config)
     if not unsupported:
         log(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
         return

@@ -88,19 +88,25 @@ class Scorer:
         self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
 
     def score_continuations(
-        self, continuations: Sequence[Continuation], progress: Progress | None = None
+        self,
+        continuations: Sequence[Continuation],
+        progress: Progress | None = None,
+        *,
+        params: Params | None = None,
     ) -> list[Loglikelihood]:
         """Returns one score per continuation, in order.
 
         Contexts that exceed the window are truncated on the left. One-token answers to a question
         share a forward pass. Raises UserError for an empty continuation, or one beyond the window.
+        `params` are weights in place of those of the model.
         """
+        params = self._trained.params if params is None else params
         requests = self._group_by_input(continuations)
         num_done = 0
         scores: dict[int, Loglikelihood] = {}
         # Outputs are fetched one batch late, to keep the devices busy: the end marker lets
         # `pairwise` yield the last batch, too.
-        outputs = itertools.chain(self._outputs(requests), [None])
+        outputs = itertools.chain(self._outputs(requests, params), [None])
         for output, _ in itertools.pairwise(outputs):
             assert output is not None
             batch_requests, losses, is_argmax = output
@@ -137,7 +143,7 @@ class Scorer:
             request.continuations.append(index)
         return list(by_input.values())
 
-    def _outputs(self, requests: Sequence[_ScoreRequest]) -> Iterator[_ScoreOutput]:
+    def _outputs(self, requests: Sequence[_ScoreRequest], params: Params) -> Iterator[_ScoreOutput]:
         """Yields the requests of each batch, longest first, and their scores on device."""
         num_parts = self._trained.sharding.num_batch_parts
         by_shape: dict[tuple[int, int], list[_ScoreRequest]] = {}
@@ -152,10 +158,14 @@ class Scorer:
                 # The remainder is padded to a power of two, so that few shapes are compiled.
                 rows_per_part = -(-len(batch_requests) // num_parts)
                 num_rows = min(max_rows, next_power_of_two(rows_per_part, 1) * num_parts)
-                yield self._score_batch(batch_requests, (num_rows, length), num_positions)
+                yield self._score_batch(params, batch_requests, (num_rows, length), num_positions)
 
     def _score_batch(
-        self, requests: list[_ScoreRequest], shape: tuple[int, int], num_positions: int
+        self,
+        params: Params,
+        requests: list[_ScoreRequest],
+        shape: tuple[int, int],
+        num_positions: int,
     ) -> _ScoreOutput:
         """Pads requests to [B, T] = `shape` with `num_positions` positions, and scores them."""
         num_rows, _ = shape
@@ -168,7 +178,7 @@ class Scorer:
             targets_BC[row, : len(request.positions)] = request.targets
         inputs = _ScoreInputs(tokens_BT, positions_BC, targets_BC)
         inputs = jax.device_put(inputs, self._trained.sharding.batch_sharding(num_rows))
-        losses_BC, is_argmax_BC = self._score_positions(self._trained.params, inputs)
+        losses_BC, is_argmax_BC = self._score_positions(params, inputs)
         return _ScoreOutput(requests, losses_BC, is_argmax_BC)
 
 

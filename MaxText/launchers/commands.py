@@ -23,6 +23,18 @@ Log = Callable[[str], None]
 
 TRAIN_COMMAND = (sys.executable, str(REPOSITORY / "MaxText" / "train.py"))
 
+_OF_SLURM = "It comes with SLURM: log in to a node of the cluster. "
+# Client of an engine -> how to get it.
+_INSTALL = {
+    "gcloud": "Install it: https://cloud.google.com/sdk/docs/install. ",
+    "kubectl": "Install it: gcloud components install kubectl, or https://kubernetes.io/docs/tasks/"
+    "tools. ",
+    "sky": "Install it: pip install 'skypilot[gcp]' in an environment of its own ([aws], ...). ",
+    "sbatch": _OF_SLURM,
+    "scancel": _OF_SLURM,
+    "squeue": _OF_SLURM,
+}
+
 # Cloud errors for a temporary lack of capacity. An exhausted quota is not temporary.
 _NO_CAPACITY = re.compile(
     r"no more capacity|insufficient capacity|not enough (resources|capacity)|stockout|out of "
@@ -169,7 +181,8 @@ class Commands:
         try:
             return subprocess.run(list(command), check=False, **options)
         except FileNotFoundError as error:
+            remedy = _INSTALL.get(command[0], "")
             raise UserError(
-                f"{command[0]} is not installed or not on PATH. Use --dry-run to print the "
+                f"{command[0]} is not installed or not on PATH. {remedy}Use --dry-run to print the "
                 "commands and run them elsewhere."
             ) from error

@@ -42,6 +42,7 @@ class ForwardContext:
       training: Whether the model is trained. Experts have another capacity in training.
       drops_tokens: Whether experts may drop tokens beyond their capacity. Off when texts are
         scored, as their padding would decide which.
+      log_layer_metrics: Whether parts return the metrics that only `log_layer_metrics` reports.
       layer: Index of the layer, an array inside a scan; None outside of layers.
       slopes_N: Slopes of ALiBi, float32.
       query_scale: Factors of queries by position, float32 [B or 1, T, 1, 1].
@@ -60,6 +61,7 @@ class ForwardContext:
     dropout_key: jax.Array | None = None
     training: bool = False
     drops_tokens: bool = True
+    log_layer_metrics: bool = False
     layer: jax.Array | int | None = None
     slopes_N: jax.Array | None = None
     query_scale: jax.Array | None = None

@@ -19,7 +19,7 @@ class Metric:
     """A mean that is reported and not minimized: total / weight, of all layers that return it.
 
     Attributes:
-      total: Sum over the tokens of the batch, float32 scalar.
+      total: Sum over the tokens of the batch, float32 scalar; or [L], of `by_layer`.
       weight: What the sum over layers and microbatches is divided by, float32 scalar: for a mean
         over tokens their number, without padding.
     """
@@ -77,3 +77,30 @@ def add_scalars(first: Scalars, second: Scalars) -> Scalars:
             raise UserError(f"a layer returned {name!r} as a loss and as a metric: rename one")
         sums[name] = jax.tree.map(jnp.add, first[name], second[name])
     return first | second | sums
+
+
+def sum_scalars(stacked: jax.Array) -> jax.Array:
+    """Returns the sum of a scalar, or of arrays [L], over the iterations of a loop."""
+    return jnp.sum(stacked, axis=0)
+
+
+PER_LAYER = "/layer"  # end of the names of metrics [L]; no part may give a name with a slash
+
+
+def by_layer(scalars: Scalars, index: jax.Array | int, num_layers: int) -> Scalars:
+    """Returns a layer's scalars, and beside each metric one that keeps layers apart.
+
+    It has arrays [L], 0 but for the layer, so that all sums over layers, microbatches, devices and
+    stages of a pipeline serve it, too.
+
+    Args:
+      scalars: Of one layer.
+      index: Of the layer, from 0; an array inside a scan.
+      num_layers: L.
+    """
+    is_layer_L = jnp.arange(num_layers) == index
+    return scalars | {
+        f"{name}{PER_LAYER}": jax.tree.map(lambda x: jnp.where(is_layer_L, x, 0), scalar)
+        for name, scalar in scalars.items()
+        if isinstance(scalar, Metric)
+    }

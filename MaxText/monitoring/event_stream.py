@@ -1,7 +1,7 @@
 """The event stream of a run: each event goes to all sinks.
 
 A sink (monitoring/events.py) is a destination: the terminal, events.jsonl, metrics.jsonl,
-TensorBoard, Weights & Biases.
+TensorBoard, Weights & Biases, Trackio, MLflow.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from MaxText.errors import storage_failure
 from MaxText.monitoring.events import SECONDS_TO_CLOSE, Event, Sink
 from MaxText.monitoring.json_lines import EventFile, MetricsFile
 from MaxText.monitoring.sinks.background import BackgroundSink
+from MaxText.monitoring.sinks.mlflow_sink import MlflowSink
 from MaxText.monitoring.sinks.tensorboard import TensorBoardSink
+from MaxText.monitoring.sinks.trackio_sink import TrackioSink
 from MaxText.monitoring.sinks.weights_and_biases import WandbSink
 from MaxText.value_types import JsonObject, JsonValue
 
@@ -160,10 +162,16 @@ def open_stream(
         return EventLog([terminal], callbacks=callbacks)
     folder = epath.Path(run_folder)
     sinks: list[Sink] = [terminal]
+    run = (folder, run_name, config_flat, first_step)
     if monitoring.enable_wandb and monitoring.wandb.mode != "disabled":
-        # First, as it is the only one that may refuse.
-        wandb = WandbSink(monitoring, folder, run_name, config_flat, first_step)
+        wandb = WandbSink(monitoring.wandb, *run)
         sinks.append(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy))
+    remedy = "a restart of the unfinished run sends what is missing"
+    if monitoring.enable_trackio:
+        trackio = TrackioSink(monitoring.trackio, *run)
+        sinks.append(BackgroundSink(trackio, "Trackio", remedy=remedy))
+    if monitoring.enable_mlflow:
+        sinks.append(BackgroundSink(MlflowSink(monitoring.mlflow, *run), "MLflow", remedy=remedy))
     events = EventFile(folder, first_step, first_evaluation=first_evaluation)
     sinks += [events, MetricsFile(folder, monitoring.metrics_file, run_name, first_step)]
     if monitoring.enable_tensorboard:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from MaxText.training.metric_names import as_scalars
 from MaxText.training.spike_guard import GuardState
 from MaxText.training.state import TrainState
 
@@ -61,9 +62,7 @@ def broken_state_reason(
     reason = ""
     for batch in batches:
         state, outputs = train_step(state, batch)
-        metrics = {
-            name: np.asarray(jax.device_get(value)).item() for name, value in outputs.items()
-        }
+        metrics = as_scalars(jax.device_get(dict(outputs)))
         is_finite = all(math.isfinite(metrics[name]) for name in _CHECKED)
         accepted = not metrics["skipped"] if "skipped" in metrics else metrics["loss"] <= loss_limit
         if is_finite and accepted:

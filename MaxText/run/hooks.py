@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from MaxText.errors import UserError, first_line, raising_line
@@ -72,8 +71,9 @@ class StepInfo:
 
         Reading them blocks until the devices have completed the step.
         """
-        metrics = jax.device_get(dict(self.device_metrics))
-        return {name: np.asarray(value).item() for name, value in metrics.items()}
+        from MaxText.training.metric_names import as_scalars
+
+        return as_scalars(jax.device_get(dict(self.device_metrics)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.compilation.compiled_steps import ShapeSpecializedStep
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError, UserError, WaitCancelledError
+from MaxText.evaluation.downstream import DownstreamTasks
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -123,11 +124,13 @@ class RunData:
       train: This process's part of the training batches.
       evaluation: Its part of the evaluation batches; None if the run does not evaluate.
       eval_batch_size: Sequences of an evaluation batch over all processes.
+      downstream: Questions that are scored at each evaluation; None without any.
     """
 
     train: TrainIterator
     evaluation: EvalBatches | None
     eval_batch_size: int
+    downstream: DownstreamTasks | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,6 +485,11 @@ class Loop:
             run_logger.terminal.line(report.line())
             if self.state.average is not None:
                 fields |= self._evaluate_average(step)
+            if data.downstream is not None:
+                on_batch = functools.partial(self.supervision.watchdog.enter, "evaluation", step)
+                fields |= data.downstream.score(
+                    self.state.params, run_logger.terminal.line, on_batch
+                )
             run_logger.log_data_events(data.evaluation, step)
             self.eval_loss = report.loss
             self.records.checkpoints.health.observe_evaluation(step, report.loss)

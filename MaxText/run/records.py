@@ -34,7 +34,7 @@ from MaxText.monitoring.step_line import Terminal, step_row
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.assembly import TrainSetup
-from MaxText.training.metric_names import is_loss
+from MaxText.training.metric_names import as_scalars, is_loss
 from MaxText.training.objective import is_in_nats
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
@@ -316,7 +316,7 @@ class MetricLogger:
             return
         self._waiting = False
         newest = jax.device_get(self._newest)
-        metrics = {name: np.asarray(value).item() for name, value in newest.items()}
+        metrics = as_scalars(newest)
         reported = metrics | self._mean_losses()
         reported_at = time.perf_counter()
         elapsed = reported_at - self._since

@@ -51,7 +51,9 @@ def train(
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.config.schema import flatten
+    from MaxText.evaluation.downstream import open_downstream_tasks, read_questions
     from MaxText.input_pipeline.data_sources import check_sources
+    from MaxText.monitoring.sinks.tracker import check_packages
     from MaxText.run.hooks import user_hooks
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
@@ -60,6 +62,8 @@ def train(
     evaluation = config.evaluation
     if run.log_config:
         _print_lines(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items()))
+    check_packages(config.monitoring)
+    questions = read_questions(evaluation.downstream_task_files)
     selected_hooks = user_hooks(run.hooks, hooks)
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
@@ -216,6 +220,13 @@ def train(
             record.has_evaluation or not keeps_record
         )
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
+    downstream = open_downstream_tasks(
+        questions,
+        config=config,
+        model=model,
+        sharding=sharding,
+        tokenizer_folder=train_batches.tokenizer_folder,
+    )
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run.learning_checks import LearningChecks
@@ -281,7 +292,10 @@ def train(
             step=restored.first_step, last_step=last_step, batch_schedule=batch_schedule
         ),
         data=loop.RunData(
-            train=train_batches, evaluation=eval_batches, eval_batch_size=eval_batch_size
+            train=train_batches,
+            evaluation=eval_batches,
+            eval_batch_size=eval_batch_size,
+            downstream=downstream,
         ),
         records=loop.Records(
             run_folder=run_folder,

@@ -84,7 +84,7 @@ def setup_train(
         guard=config.guard,
         optimizer_config=config.optimizer,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
-        log_layer_norms=config.monitoring.log_layer_norms,
+        log_layer_metrics=config.monitoring.log_layer_metrics,
     )
     options = train_step_options(platform, sharding.mesh.size)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]

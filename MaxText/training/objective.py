@@ -296,6 +296,7 @@ def loss_sums(
     training: bool = False,
     count_correct: bool = False,
     frozen: FrozenParams | None = None,
+    log_layer_metrics: bool = False,
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches.
 
@@ -310,10 +311,13 @@ def loss_sums(
       training: Whether the model is trained, as opposed to evaluated.
       count_correct: Whether to count the targets that are the most probable token.
       frozen: Parameters of the models that the objective reads and does not train.
+      log_layer_metrics: As in `Decoder.read_layers`.
     """
     objective = decoder.objective
     layers = () if objective is None else objective.read_layers()
-    states = decoder.read_layers(layers, batch, dropout_key, training=training)
+    states = decoder.read_layers(
+        layers, batch, dropout_key, training=training, log_layer_metrics=log_layer_metrics
+    )
     h_BTD = states.h_BTD
     if training:  # so that there are gradients, whose order matters on TPU
         h_BTD = head_gradients_first(h_BTD, decoder.head, decoder.token_embedder)
@@ -503,7 +507,8 @@ def _check_names(sums: LossSums, config: ObjectiveConfig) -> None:
     for name in of_objective:
         if problem := name_problem(name):
             raise UserError(f"{describe(objective)} returned {name!r}, {problem}")
-    of_layers = dict.fromkeys(sums.token_sums, "loss") | dict.fromkeys(sums.layer_metrics, "metric")
+    metrics = [name for name, metric in sums.layer_metrics.items() if metric.total.ndim == 0]
+    of_layers = dict.fromkeys(sums.token_sums, "loss") | dict.fromkeys(metrics, "metric")
     for name, kind in of_layers.items():
         problem = name_problem(name)
         if name in of_objective:

@@ -21,6 +21,7 @@ from MaxText.config.training_sections import (
     ParameterAverageConfig,
 )
 from MaxText.layers.assembly.model import Model
+from MaxText.layers.assembly.stack import Blueprint
 from MaxText.layers.batch import Batch
 from MaxText.layers.lowering.optimizer_update import (
     UpdateInputs,
@@ -30,7 +31,7 @@ from MaxText.layers.lowering.optimizer_update import (
     repeating_updates_saves_memory,
 )
 from MaxText.layers.params import Params
-from MaxText.layers.part_scalars import Metric
+from MaxText.layers.part_scalars import PER_LAYER, Metric
 from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.model_objective import FrozenParams
@@ -41,7 +42,7 @@ from MaxText.training.state import TrainState
 from MaxText.training.stochastic_rounding import add_updates_stochastically
 from MaxText.value_types import Tree
 
-Metrics = dict[str, jax.Array]  # scalars by name
+Metrics = dict[str, jax.Array]  # scalars by name, and arrays [L] of names that end in PER_LAYER
 # (state, batch) -> (state, metrics); (state, batch, frozen parameters) for an objective with some.
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
 
@@ -107,7 +108,7 @@ def make_train_step(
     guard: GuardConfig = _NO_GUARD,
     optimizer_config: OptimizerConfig = _DEFAULT_OPTIMIZER,
     offloads_opt_state: bool = False,
-    log_layer_norms: bool = False,
+    log_layer_metrics: bool = False,
 ) -> TrainStep:
     """Returns the train step, a pure function of state and batch.
 
@@ -128,7 +129,7 @@ def make_train_step(
         (parameter_average). With a guard, TPUs compute an update again after the decision on it,
         which saves memory (`repeating_updates_saves_memory`), except those of COSTLY_OPTIMIZERS.
       offloads_opt_state: Whether the optimizer state is kept in host memory.
-      log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
+      log_layer_metrics: Whether there are metrics of each layer, arrays [L] named PER_LAYER.
     """
     objective = model.config.objective
     averaging = optimizer_config.parameter_average
@@ -146,7 +147,15 @@ def make_train_step(
 
         def loss_function(params: Params) -> tuple[jax.Array, LossSums]:
             decoder = model.merge(params)
-            sums = loss_sums(decoder, batch, objective, dropout_key, training=True, frozen=frozen)
+            sums = loss_sums(
+                decoder,
+                batch,
+                objective,
+                dropout_key,
+                training=True,
+                frozen=frozen,
+                log_layer_metrics=log_layer_metrics,
+            )
             return sums.minimized(totals), sums
 
         (_, sums), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
@@ -203,7 +212,7 @@ def make_train_step(
         grad_norm = optax.tree.norm(trained(gradients))
         update_norm = optax.tree.norm(trained(updates))
         metrics = losses | other_means | {"grad_norm": grad_norm, "update_norm": update_norm}
-        metrics |= {name: metric.mean for name, metric in layer_metrics.items()}
+        metrics |= {name: _mean(metric) for name, metric in layer_metrics.items()}
 
         if state.guard is None:
             new_params = _add_updates(optimizer_config, params, updates, state.step)
@@ -237,9 +246,12 @@ def make_train_step(
             "param_norm": optax.tree.norm(trained(new_params)),
             "learning_rate": learning_rate,
         }
-        if log_layer_norms:
-            metrics |= _norm_per_layer(
-                model, grad_norm=trained(gradients), param_norm=trained(new_params)
+        if log_layer_metrics:
+            metrics |= _norms_per_layer(
+                model,
+                gradients=trained(gradients),
+                updates=cast(Params, trained(updates)),
+                params=trained(new_params),
             )
         new_average = update_average(averaging, state.average, new_params, state.step)
         new_state = TrainState(state.step + 1, new_params, new_opt_state, new_guard, new_average)
@@ -309,10 +321,48 @@ def _sum(metrics: Metrics) -> jax.Array:
     return sum(metrics.values())  # type: ignore[return-value]
 
 
-def _norm_per_layer(model: Model, **trees: Params) -> Metrics:
-    """Returns the norm of each layer's part of trees, by name and layer."""
-    return {
-        f"{name}/layer_{number}": optax.tree.norm(layer)
-        for name, tree in trees.items()
-        for number, layer in enumerate(model.blueprint.layer_weights(tree["layers"]))
-    }
+def _norms_per_layer(
+    model: Model, *, gradients: Params, updates: Params, params: Params
+) -> Metrics:
+    """Returns norms of each layer's part of trees, and of updates relative to parameters, [L] each.
+
+    A layer without parameters has the ratio 0.
+    """
+    trees = {"grad_norm": gradients, "update_norm": updates, "param_norm": params}
+    norms = {name: _norm_per_layer(model.blueprint, tree["layers"]) for name, tree in trees.items()}
+    param_norm_L = norms["param_norm"]
+    has_params_L = param_norm_L > 0
+    ratio_L = norms["update_norm"] / jnp.where(has_params_L, param_norm_L, 1)
+    norms["update_ratio"] = jnp.where(has_params_L, ratio_L, 0)
+    return {f"{name}{PER_LAYER}": norm_L for name, norm_L in norms.items()}
+
+
+def _norm_per_layer(blueprint: Blueprint, weights: Params) -> jax.Array:
+    """Returns the norm of each layer's part of a tree, float32 [L]."""
+    plan = blueprint.plan
+
+    def squares(tree: Params, first_axis: int) -> jax.Array:
+        """Returns the sum of squares of all leaves, over axes from `first_axis` on."""
+        leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
+        sums = [jnp.square(x).sum(tuple(range(first_axis, x.ndim))) for x in leaves]
+        return jnp.asarray(sum(sums))
+
+    if blueprint.is_stacked:
+        return jnp.broadcast_to(jnp.sqrt(squares(weights, 1)), (plan.num_layers,))
+    by_run = {run: squares(stacked, 1) for run, stacked in weights.get("cycle", {}).items()}
+    squares_L = []
+    for index in range(plan.num_layers):
+        run_and_row = plan.cycled(index)
+        if run_and_row is None:
+            squares_L.append(squares(weights[str(index)], 0))
+        else:
+            run, row = run_and_row
+            squares_L.append(by_run[str(run)][row])
+    return jnp.sqrt(jnp.stack(squares_L))
+
+
+def _mean(metric: Metric) -> jax.Array:
+    """Returns a metric's mean; of an array [L], NaN for layers that did not return the metric."""
+    if metric.total.ndim == 0:
+        return metric.mean
+    return jnp.where(metric.weight > 0, metric.mean, jnp.nan)

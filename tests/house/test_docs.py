@@ -30,7 +30,9 @@ PAGES = [page for page in PAGES if page.parent.name != "generated"]  # by docs/c
 FENCE = re.compile(
     r"(?:<!-- (not run|run):(.*?) ?-->\n+)?^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-COMMAND = re.compile(r"^(?:\S*python3? )MaxText/(\w+\.py)( .*)?$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?:bash setup\.sh && )?(?:\S*python3? )MaxText/(\w+\.py)( .*)?$", re.MULTILINE
+)
 ANY_COMMAND = re.compile(
     r"^ *(?:\$ +)?(?:[\w./]*python3? |bash |source \S+/|pip |maxtext-).*$", re.MULTILINE
 )

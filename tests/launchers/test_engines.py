@@ -1,5 +1,6 @@
 """Manifests for Kubernetes and SkyPilot: their schemas, and what they ask of the engine."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -190,10 +191,25 @@ def test_options_that_give_no_skypilot_job(options, folder, named):
         skypilot.submit(SkyPilotOptions(**options), run, Commands(print, dry_run=True), print)
 
 
-@pytest.mark.parametrize("launcher", ["jobset", "sky"])
-def test_missing_client(launcher, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("client", "remedy"),
+    [
+        ("sbatch", "log in to a node of the cluster"),
+        ("kubectl", "gcloud components install kubectl"),
+        ("sky", r"pip install 'skypilot\[gcp\]'"),
+        ("gcloud", r"https://cloud\.google\.com/sdk/docs/install"),
+    ],
+)
+def test_missing_client(client, remedy, tmp_path, monkeypatch):
+    """One message that says how to get it; a dry run needs none."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    modules = {"jobset": (jobset, JobSetOptions), "sky": (skypilot, SkyPilotOptions)}
-    module, options = modules[launcher]
-    with pytest.raises(UserError, match="not installed or not on PATH"):
-        module.act("stop", options(name="a"), Commands(print, dry_run=False))
+    lines = []
+    for call in ("run", "output"):
+        with pytest.raises(UserError) as refusal:
+            getattr(Commands(lines.append, dry_run=False), call)([client, "x"])
+        (line,) = str(refusal.value).splitlines()
+        assert line.startswith(f"{client} is not installed or not on PATH. ")
+        assert re.search(remedy, line)
+        assert "--dry-run" in line
+        getattr(Commands(lines.append, dry_run=True), call)([client, "x"])
+    assert lines == [f"+ {client} x"] * 4

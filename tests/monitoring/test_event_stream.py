@@ -203,7 +203,7 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
 
 
 def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
-    config = flatten(load_config("quickstart.yml", log_layer_norms=True))
+    config = flatten(load_config("quickstart.yml", log_layer_metrics=True))
     stream = record(tmp_path, [], config=config, enable_tensorboard=True)
     metrics = {"loss": 3.5, "lm_loss": 3.5, "total_weights": 64.0, "grad_norm/layer_10": 0.5}
     stream.emit("step", step=0, **step_row(metrics, 0.5, 64, 0.25), **memory_row())
@@ -233,6 +233,10 @@ def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
         ("memory", "in use and peak, GiB"): [2],
         ("grad_norm by layer", "all layers"): [1],
         ("param_norm by layer", "all layers"): [0],
+        ("update_ratio by layer", "all layers"): [0],
+        ("attention_entropy by layer", "all layers"): [0],
+        ("attention_max_logit by layer", "all layers"): [0],
+        ("moe_max_load_ratio by layer", "all layers"): [0],
     }
     # The columns of HParams.
     found = {

@@ -9,14 +9,17 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.mesh import make_sharding_plan, microbatch_size
+from MaxText.training.objective import loss_sums
 from tests.multi_device.same_results import (
     assert_read_as,
     assert_same,
+    built,
+    fresh_parameters,
     loss_and_gradients,
     planned,
     train,
 )
-from tests.small_models import VALUE_RESIDUAL, tiny_config
+from tests.small_models import VALUE_RESIDUAL, random_batch, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -177,6 +180,44 @@ def test_attention_of_a_gpu_with_sequences_split(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     found, _, _ = results("llama2", 4, **keys, **TWO, ici_context_parallelism=2)
     assert_same(found, expected, keys)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "mesh"),
+    [
+        (2, TWO | {"num_pipeline_repeats": 2}),
+        (4, TWO | {"ici_tensor_parallelism": 2}),
+        (4, {"ici_context_parallelism": 2, "ici_tensor_parallelism": 2}),
+    ],
+    ids=["two stages, twice", "stages and heads", "sequences and heads"],
+)
+def test_metrics_of_each_layer(num_devices, mesh):
+    def metrics(devices, **keys):
+        given = {"base_num_decoder_layers": 4, "ici_fsdp_parallelism": 1, "num_experts": 2} | keys
+        config, model, sharding = built(devices, **given)
+        params = fresh_parameters(model, sharding, 0.1)
+        batch = jax.tree.map(np.asarray, random_batch(config, 24, documents=True))
+        batch = sharding.to_global_batch(batch, 24)
+
+        def run(params, batch):
+            objective = config.model.objective
+            decoder = model.merge(params)
+            sums = loss_sums(decoder, batch, objective, training=True, log_layer_metrics=True)
+            return {name: metric.mean for name, metric in sums.layer_metrics.items()}
+
+        return jax.tree.map(np.asarray, sharding.jit(run)(params, batch))
+
+    expected = metrics(jax.devices()[:1])
+    found = metrics(jax.devices()[:num_devices], **mesh)
+    assert found.keys() == expected.keys()
+    assert expected["attention_entropy/layer"].shape == (4,)
+    of_microbatches = {"attention_max_logit", "moe_max_load_ratio", "moe_min_load_ratio"}
+    for name, value in expected.items():
+        if mesh.keys() >= TWO.keys() and name.split("/")[0] in of_microbatches:
+            assert found[name].shape == value.shape  # of fewer tokens
+            assert (found[name] > 0).all()
+        else:
+            np.testing.assert_allclose(found[name], value, rtol=1e-3, err_msg=name)
 
 
 def test_accumulation_dropout_and_another_number_of_stages(tmp_path):

@@ -33,8 +33,30 @@ def test_a_python_without_the_packages_is_answered_with_one_line(path, monkeypat
         (line,) = done.stderr.decode().splitlines()
         assert line.startswith("error: jaxpretrain is not installed in this Python: etils")
         assert sys.executable in line
-        assert "bash setup.sh" in line
+        assert "bash setup.sh" in line or ".venv/bin/python" in line
         assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_the_environment_of_the_clone_is_named_where_there_is_one(tmp_path):
+    clone = tmp_path / "clone"
+    (clone / "MaxText").mkdir(parents=True)
+    for path in [PACKAGE / f"{name}.py" for name in ("__init__", "installation")]:
+        (clone / "MaxText" / path.name).write_bytes(path.read_bytes())
+    program = "from MaxText import installation; print(installation.problem())"
+
+    def problem():
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program], cwd=clone, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
+
+    assert problem().endswith(
+        "Run bash setup.sh in the clone and use .venv/bin/python, or pip install it here.\n"
+    )
+    python = clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert problem().endswith(f"Use {python}, or source {python.parent}/activate.\n")
 
 
 def test_an_import_in_the_wrong_python_is_an_import_error(monkeypatch):

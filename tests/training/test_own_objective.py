@@ -170,12 +170,13 @@ def test_every_metric_is_a_loss_or_known_to_be_none():
         num_experts=2, router_z_loss_weight=0.01, z_loss_multiplier=0.01, num_experts_per_tok=1
     )
     _, _, initialize = made_for_training(config, Model(config.model), config.guard)
-    _, _, step = trainer(config, guard=config.guard, log_layer_norms=True)
+    _, _, step = trainer(config, guard=config.guard, log_layer_metrics=True)
     state = jax.jit(initialize)(jax.random.key(0))
     metrics = jax.eval_shape(step, state, random_batch(config, 2))[1]
     losses = {name for name in metrics if is_loss(name)}
-    of_experts = {"moe_max_load_ratio", "moe_router_entropy", "moe_dropped"}
-    assert losses == {"loss", "lm_loss", "z_loss", "moe_lb_loss", "moe_z_loss"} | of_experts
+    of_experts = {"moe_max_load_ratio", "moe_min_load_ratio", "moe_router_entropy", "moe_dropped"}
+    of_layers = of_experts | {"attention_entropy", "attention_max_logit"}
+    assert losses == {"loss", "lm_loss", "z_loss", "moe_lb_loss", "moe_z_loss"} | of_layers
     assert set(metrics) > spike_guard.METRICS
 
 

@@ -48,6 +48,8 @@ _KEYS = {
     "metrics_file": "",
     "enable_tensorboard": False,
     "enable_wandb": False,
+    "enable_trackio": False,
+    "enable_mlflow": False,
     "loss_curve": False,
     "log_config": False,
     "sample_tokens": 0,

@@ -43,6 +43,7 @@ from MaxText.layers.part import (
     PreNormalized,
     Scalars,
 )
+from MaxText.layers.part_scalars import by_layer
 from MaxText.layers.per_layer_inputs import PerLayerInputs
 from MaxText.layers.quantization import Quantizer
 from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
@@ -161,6 +162,7 @@ class Decoder(nnx.Module):
         *,
         training: bool = False,
         drops_tokens: bool = True,
+        log_layer_metrics: bool = False,
     ) -> HiddenStates:
         """Returns final hidden states, and the outputs of some layers.
 
@@ -174,6 +176,8 @@ class Decoder(nnx.Module):
           dropout_key: RNG key of dropout and routing in all layers; None disables them.
           training: As in ForwardContext.
           drops_tokens: As in ForwardContext.
+          log_layer_metrics: As in ForwardContext. Each metric of layers then has another one beside
+            it, of arrays [L] by layer (`part_scalars.by_layer`).
 
         Raises:
           UserError: The model has no such layer.
@@ -187,6 +191,7 @@ class Decoder(nnx.Module):
         context = self.forward_context(
             batch, dropout_key, training=training, drops_tokens=drops_tokens
         )
+        context = dataclasses.replace(context, log_layer_metrics=log_layer_metrics)
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         context = self._with_per_layer_inputs(context, batch.tokens_BT, x_BTD)
         num_stages = current_num_stages()
@@ -368,6 +373,8 @@ class Decoder(nnx.Module):
         context = context.for_layer(index, shared, layer.position_index)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
+        if context.log_layer_metrics:
+            scalars = by_layer(scalars, index, self.config.shape.dimensions.num_layers)
         new_state = self.connections.write(index, carry_on, y_BTD, context.shared)
         part_outputs.check_write(self.connections, carry.state, new_state)
         outputs = {

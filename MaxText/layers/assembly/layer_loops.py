@@ -28,7 +28,7 @@ from MaxText.layers.lowering.unrolled_layers import (
 )
 from MaxText.layers.params import Params
 from MaxText.layers.part import Carry, DecodeState, LayerIndex, Scalars
-from MaxText.layers.part_scalars import add_scalars
+from MaxText.layers.part_scalars import add_scalars, sum_scalars
 from MaxText.value_types import PyTree
 
 # Weights of a cycle, in one of the forms of _CycleForm.
@@ -153,7 +153,7 @@ class CycleScan:
 
         by_cycle = None if is_shared else self._split_by_cycle(weights)
         carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
-        return carry, functools.reduce(add_scalars, jax.tree.map(jnp.sum, scalars))
+        return carry, functools.reduce(add_scalars, jax.tree.map(sum_scalars, scalars))
 
     @property
     def _form(self) -> _CycleForm:
@@ -217,7 +217,7 @@ class CycleScan:
 
         by_layer = None if is_shared else weights
         carry, scalars = jax.lax.scan(body, carry, (by_layer, jnp.arange(length)))
-        return carry, jax.tree.map(jnp.sum, scalars)
+        return carry, jax.tree.map(sum_scalars, scalars)
 
     def _layer_function(
         self, run: int

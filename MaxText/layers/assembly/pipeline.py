@@ -28,6 +28,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.lowering.pipeline_buffer import replace_slot, take_slot
 from MaxText.layers.params import Params
 from MaxText.layers.part import Carry, LayerIndex, Scalars
+from MaxText.layers.part_scalars import sum_scalars
 from MaxText.parallelism.logical_sharding import (
     HIDDEN,
     merge_batch,
@@ -127,7 +128,7 @@ def pipeline_apply(  # noqa: PLR0917
             lambda y: shard_over_stages(jnp.roll(shard_over_stages(y), 1, axis=0)), output
         )
         waiting = jax.tree.map(lambda w, a: store(w, a, turn), waiting, arrived)
-        return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
+        return (arrived, waiting), jax.tree.map(sum_scalars, scalars)
 
     def begin(x: jax.Array) -> jax.Array:
         """Splits the batch [B, T, ...] into the first stage's waiting microbatches."""
@@ -146,7 +147,7 @@ def pipeline_apply(  # noqa: PLR0917
     waiting = jax.tree.map(begin, inputs)
     carry = (jax.tree.map(lambda w: take_slot(w, 0), waiting), waiting)
     (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
-    return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
+    return jax.tree.map(end, waiting), jax.tree.map(sum_scalars, scalars)
 
 
 def stack_by_stage(state: nnx.State, schedule: PipelineSchedule, per_stage: int) -> Params:

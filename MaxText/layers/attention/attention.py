@@ -30,6 +30,7 @@ from MaxText.layers.attention.attention_core import (
     dot_product_attention,
     window_blocks,
 )
+from MaxText.layers.attention.attention_metrics import attention_metrics
 from MaxText.layers.attention.flash_attention import TILE, flash_attention, supports_shape
 from MaxText.layers.attention.flash_attention import average_keys_computed as flash_keys_computed
 from MaxText.layers.attention.ring_attention import ring_attention, ring_unsupported_reason
@@ -297,7 +298,7 @@ class Attention(Mixer):
         return bytes_per_token, config.attention.num_mem_kv * bytes_per_token
 
     def __call__(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and no losses.
+        """Returns the output [B, T, D], and metrics if `context.log_layer_metrics`.
 
         Args:
           x: Normalized inputs of queries, keys and values, [B, T, D] each.
@@ -305,7 +306,16 @@ class Attention(Mixer):
         """
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
         o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
-        return self.project_output(o_BTNH, x, context), {}
+        metrics = {}
+        if context.log_layer_metrics and self.has_softmax:
+            metrics = attention_metrics(
+                q_BTNH,
+                k_BTKH,
+                self.spec(context),
+                segments_BT=context.segments_BT,
+                persistent_kv=self.memories(k_BTKH.dtype),
+            )
+        return self.project_output(o_BTNH, x, context), metrics
 
     def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output for prompts, and a cache of their keys and values."""

@@ -457,6 +457,34 @@ def attend_square(
         pairs = pairs.with_memories(len(persistent_kv[0]))
     num_kv_heads = k_BKSH.shape[-3]
     group = num_heads // num_kv_heads
+    scores_BKRS = masked_scores(q_BTNH, k_BKSH, spec, pairs)
+    o_BVRH = _weighted_values(
+        scores_BKRS.reshape(*v_BVSH.shape[:-2], -1, v_BVSH.shape[-2]),
+        v_BVSH,
+        spec,
+        mask_BTS=pairs.mask_BTS,
+        dropout=dropout,
+    )
+    o_BKGTH = o_BVRH.reshape(batch, num_kv_heads, group, length, -1)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
+
+
+def masked_scores(
+    q_BTNH: jax.Array, k_BKSH: jax.Array, spec: AttentionSpec, pairs: TokenPairs
+) -> jax.Array:
+    """Returns the scores that weights are computed from, -inf where a key is masked.
+
+    Args:
+      q_BTNH: Queries.
+      k_BKSH: Keys, heads first, maybe without B, as of `attend_square`; memories are among them.
+      spec: Computation of scores. Its mask is not applied: that of `pairs` is the whole mask.
+      pairs: The mask and the positions.
+
+    Returns:
+      float32 [B, K, R, S], without B if the keys lack it; R = G T, group by group.
+    """
+    batch, length, num_heads, _ = q_BTNH.shape
+    group = num_heads // k_BKSH.shape[-3]
     scores_BKRS = _scores(q_BTNH, k_BKSH, spec)
     if capture.is_on():
         capture.record(scores_BKRS.reshape(batch, num_heads, length, -1), "scores")
@@ -472,16 +500,7 @@ def attend_square(
     mask_B1RS = jnp.tile(pairs.mask_BTS, (1, group, 1))[:, None]
     if k_BKSH.ndim == 3:  # no B
         mask_B1RS = mask_B1RS[0]
-    scores_BKRS = jnp.where(mask_B1RS, scores_BKRS, -jnp.inf)
-    o_BVRH = _weighted_values(
-        scores_BKRS.reshape(*v_BVSH.shape[:-2], -1, v_BVSH.shape[-2]),
-        v_BVSH,
-        spec,
-        mask_BTS=pairs.mask_BTS,
-        dropout=dropout,
-    )
-    o_BKGTH = o_BVRH.reshape(batch, num_kv_heads, group, length, -1)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
+    return jnp.where(mask_B1RS, scores_BKRS, -jnp.inf)
 
 
 def _scores(q_BTNH: jax.Array, k_BKSH: jax.Array, spec: AttentionSpec) -> jax.Array:

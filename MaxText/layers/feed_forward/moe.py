@@ -304,6 +304,10 @@ class RoutedMoE(nnx.Module):
         num_choices = self.config.num_experts_per_tok * is_token_GS.sum(dtype=jnp.float32)
         dropped = Metric(num_choices - num_computed, num_choices)
         scalars |= _routing_metrics(p_GSE, load_E, is_token_GS) | {"moe_dropped": dropped}
+        if context.log_layer_metrics:
+            min_load_ratio = load_E.shape[0] * load_E.min() / jnp.maximum(load_E.sum(), 1)
+            num_tokens = is_token_GS.sum(dtype=jnp.float32)
+            scalars["moe_min_load_ratio"] = Metric(num_tokens * min_load_ratio, num_tokens)
         if self.gate_correction_bias is not None:
             scalars["moe_load"] = Statistic.of(self.gate_correction_bias[...], load_E)
         y_BTD = y_GSD.reshape(batch, length, width)

@@ -38,9 +38,16 @@ _OTHER_LOSS_CHARTS: dict[str, list[Any]] = {  # of an objective that is no cross
 _CHARTS: dict[str, dict[str, list[Any]]] = {
     "memory": {"in use and peak, GiB": ["Multiline", ["perf/memory_.*"]]},
 }
-_NORM_CHARTS = {
+_LAYER_CHARTS = {
     f"{kind} by layer": {"all layers": ["Multiline", [f"learning/{kind}/layer_.*"]]}
-    for kind in ("grad_norm", "param_norm")
+    for kind in (
+        "grad_norm",
+        "param_norm",
+        "update_ratio",
+        "attention_entropy",
+        "attention_max_logit",
+        "moe_max_load_ratio",
+    )
 }
 
 
@@ -141,8 +148,8 @@ class TensorBoardSink(Sink):
             file.add_text(name, text, self._first_step)
         self._texts.clear()
         losses = _LOSS_CHARTS if self._objective_in_nats else _OTHER_LOSS_CHARTS
-        norms = _NORM_CHARTS if self._config.get("log_layer_norms") else {}
-        file.add_summary(custom_scalars({"loss": losses} | _CHARTS | norms))
+        layers = _LAYER_CHARTS if self._config.get("log_layer_metrics") else {}
+        file.add_summary(custom_scalars({"loss": losses} | _CHARTS | layers))
         self._add_hparams_start(file)
         return file
 
