@@ -157,8 +157,8 @@ def tuning_plan_line(keys: Sequence[str], num_sweeps: int, where: str) -> str:
     """
     runs = pluralize(len(FACTORS) * num_sweeps * len(keys), "run")
     return (
-        f"Before them, at least {runs} with the seed {SWEEP_SEED} tune {' and then '.join(keys)} "
-        f"{where}, by factors of two."
+        f"Before the comparison, at least {runs} with the seed {SWEEP_SEED} tune "
+        f"{' and then '.join(keys)} {where}, by factors of two."
     )
 
 

@@ -79,7 +79,7 @@ def test_each_configuration_gets_its_own_values_from_other_seeds(trained):
     assert keys["learning_rate"] == pytest.approx(0.005, rel=1e-3)
     text = "\n".join(lines)
     assert "learning_rate of b: best at 0.005, 0.5 times 0.01" in text
-    assert "Before them, at least 20 runs with the seed 10000" in text
+    assert "Before the comparison, at least 20 runs with the seed 10000" in text
     assert "differ in learning_rate" not in text  # on purpose
     page = Path("out/report.html").read_text()
     assert "How hyper-parameters were tuned" in page
