@@ -14,7 +14,7 @@ from MaxText.config import command_line
 from MaxText.config.sources import YAML_PATH
 from MaxText.experiments.compare_args import CompareOptions, parse_args
 from MaxText.experiments.ladder.ladder_args import asks_for_ladder
-from MaxText.experiments.variants import expand_variants, solve_key_by_label
+from MaxText.experiments.variants import check_tunable, expand_variants, solve_key_by_label
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -24,6 +24,7 @@ Trains configurations under one budget, with several seeds, and reports how they
   python MaxText/compare.py quickstart.yml steps=200 match=tokens seeds=2 \\
       'sweep={position_embedding: [rotary, learned], learning_rate: [1e-3, 3e-3]}'
   python MaxText/compare.py a.yml b.yml match=flops budget=1e15 solve_for=[steps,width] launch=print
+  python MaxText/compare.py a.yml b.yml match=tokens seeds=3 tune=learning_rate
   python MaxText/compare.py a.yml b.yml ladder=6 from=1e13 to=1e16 tokens_per_parameter=20
 
 Run the same command again to resume. Keys (key=value) are those of train.py and override every
@@ -45,6 +46,8 @@ def main() -> None:
     with command_line.exit_on_user_error(_INTERRUPTED):
         args, problems = parse_args(arguments)
         variants = expand_variants(args, problems)
+        check_tunable(args, variants)
+        tuned_at = expand_variants(args.at_tuning_size) if args.tune_at else variants
         # Once the configurations are accepted, because they import jax.
         if asks_for_ladder(args):
             from MaxText.experiments.ladder.ladder_execution import run_ladder
@@ -54,7 +57,7 @@ def main() -> None:
             solve_for = solve_key_by_label(args, variants)
             from MaxText.experiments.execution import run_comparison
 
-            run_comparison(args, variants, solve_for, sys.argv, print)
+            run_comparison(args, variants, solve_for, sys.argv, print, tuned_at=tuned_at)
 
 
 if __name__ == "__main__":

@@ -198,9 +198,17 @@ def _optimizer_has_a_rule(config: Config) -> ConfigIssue | None:
     if is_optax and config.optimizer.optax_name in ADAM_LIKE_OF_OPTAX:
         return None
     name = f"optax_name={config.optimizer.optax_name}" if is_optax else f"opt_type={opt_type}"
+    reason = ""
+    if opt_type == "soap":
+        # With gradients of rank 1, Adam in the eigenbasis has one entry of size 1, and Muon's rule
+        # would hold; with as many directions as the matrix is wide, all entries have it, as Adam's.
+        reason = (
+            "; the spectral norm of its updates is between that of Muon's and of Adam's, by the "
+            "rank of the gradients"
+        )
     return ConfigIssue(
         message=f"{name}: no rule says how its learning rate depends on the sizes of "
-        f"the model (parametrization={parametrization})",
+        f"the model (parametrization={parametrization}){reason}",
         remedies=(
             f"opt_type, one of {', '.join(OPTIMIZERS_WITH_RULE)}",
             "parametrization=standard, and a sweep of the learning rate at each size",

@@ -2,7 +2,8 @@
 
 Every matmul, reduction and copy takes the longer of two times: its FLOPs over the reachable share
 of peak, and its bytes over memory bandwidth. The interval spans the shares that published runs
-reached on the chip, with all communication overlapped at best and none at worst.
+reached on the chip, with all communication overlapped at best and none at worst. Products of
+matrices in the optimizer (optimizer_flops.py) run at the same share.
 
 A device receives, by mesh axis:
 
@@ -34,6 +35,7 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
+from MaxText.cost.optimizer_flops import optimizer_flops_per_device
 from MaxText.cost.step_memory import MemoryEstimate, trace
 from MaxText.hardware.peak_flops import PeakFlops, peak_of
 from MaxText.layers.attention.attention import average_keys_computed
@@ -86,7 +88,8 @@ class StepTime:
     upper: float  # seconds in the worst case: none does
     compute_seconds: tuple[float, float]  # seconds at best and at worst
     comm_seconds: float  # seconds without overlap
-    operations: float  # executed matmul FLOPs of a device
+    operations: float  # executed matmul FLOPs of a device, without those of the optimizer
+    optimizer_operations: float  # of a device, by matrix products and factorizations
     tflops: float  # of a device, by the MFU rule
     peak: PeakFlops
 
@@ -219,6 +222,9 @@ def step_time(
     work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
+    optimizer_operations = optimizer_flops_per_device(
+        program.config.optimizer, program.model.parameters, program.sharding
+    )
     # Parameters and moments are read and written, gradients read.
     state = memory.parameters + memory.optimizer + memory.fetched
     update = (2 * state + memory.parameters) / bandwidth
@@ -231,7 +237,8 @@ def step_time(
             op_speed = speed * chip.speed_of_8_bits if op.is_8_bit else speed
             total += op.times * max(op.operations / op_speed, op.num_bytes / bandwidth)
         # Pipeline stages compute, or wait, in turns without tokens, too.
-        return total * program.num_microbatches / (1 - program.bubble) + update
+        total *= program.num_microbatches / (1 - program.bubble)
+        return total + update + optimizer_operations / speed
 
     low_share, high_share = chip.efficiency
     compute_seconds = seconds(high_share), seconds(low_share)
@@ -242,6 +249,7 @@ def step_time(
         compute_seconds=compute_seconds,
         comm_seconds=comm_seconds,
         operations=program.num_microbatches * sum(op.times * op.operations for op in work),
+        optimizer_operations=optimizer_operations,
         tflops=_tflops(program),
         peak=peak,
     )

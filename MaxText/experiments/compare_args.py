@@ -21,6 +21,7 @@ from MaxText.experiments.ladder.ladder_args import (
     asks_for_ladder,
     ladder_issues,
 )
+from MaxText.experiments.ladder.learning_rate_sweep import DECAY_KEY, RATE_KEY, SWEEP_SEED
 
 Match = Literal["params", "flops", "tokens", "time"]
 Launch = Literal["local", "print", "slurm"]
@@ -42,6 +43,9 @@ STEPS = "steps"
 _SOLVED_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
+
+# What tune= names, and its key.
+TUNABLE = {"learning_rate": RATE_KEY, "weight_decay": DECAY_KEY}
 
 TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -72,6 +76,23 @@ def _solve_for(text: str) -> tuple[str, ...]:
             kind = values.type_name(keys[name].annotation)
             raise ValueError(f"{name} is not a whole number but {kind}")
     return names
+
+
+def _tuned_keys(text: str) -> tuple[str, ...]:
+    """Parses what to tune to keys, in the order of TUNABLE."""
+    names = {name: TUNABLE.get(name, name) for name in _items(text)}
+    for name, key in names.items():
+        if key not in TUNABLE.values():
+            raise ValueError(f"{name!r} cannot be tuned")
+    return tuple(key for key in TUNABLE.values() if key in names.values())
+
+
+def _keys_of_size(text: str) -> dict[str, Any]:
+    """Parses the keys of another size."""
+    mapping = values.from_text(text)
+    if not isinstance(mapping, dict) or not mapping:
+        raise ValueError(f"{text!r} is not a mapping of keys")
+    return dotted(mapping)
 
 
 def expand_sweep(sweep: UntypedValue) -> list[dict[str, Any]]:
@@ -138,6 +159,20 @@ class CompareOptions(LadderOptions):
         read=_sweep,
         accepts="{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'",
     )
+    tune: tuple[str, ...] = option(
+        (),
+        "learning_rate or learning_rate,weight_decay: tune them for each configuration before the "
+        "comparison, by factors of two with another seed; in a ladder at its smallest rungs.",
+        read=_tuned_keys,
+        accepts="learning_rate or learning_rate,weight_decay",
+    )
+    tune_at: UntypedValue = option(
+        None,
+        "Keys of a smaller size to tune at, by default that of the comparison: "
+        "'{base_emb_dim: 32, steps: 100}' in quotes.",
+        read=_keys_of_size,
+        accepts="{key: value, ...} in quotes",
+    )
     launch: Launch = option(
         "local",
         "local: here. print: one command per run instead of running, and the one that "
@@ -169,6 +204,14 @@ class CompareArgs(CompareOptions):
     configs: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
 
+    @property
+    def at_tuning_size(self) -> "CompareArgs":
+        """The same configurations at the size of `tune_at`."""
+        assert isinstance(self.tune_at, dict)
+        changed = [f"{name}={values.to_yaml(value)}" for name, value in self.tune_at.items()]
+        kept = [key for key in self.keys if key.partition("=")[0] not in self.tune_at]
+        return dataclasses.replace(self, keys=(*kept, *changed))
+
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:
     """Returns the request and all problems in the program's own arguments.
@@ -189,13 +232,17 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
         except ValueError as error:
             example = "600, 10m or 1.5h" if options.match == "time" else "1e15, 10M or 1.5B"
             issues.append(_issue(f"budget: {error}", write=f"budget={example}"))
-    issues += _option_issues(options)
+    issues += [*_option_issues(options), *_tuning_issues(options)]
     issues += ladder_issues(options, parsed.given)
     issues += _url_issues(arguments)
     output = options.output and options.output.expanduser()
     option_values = vars(options) | {"budget": budget, "output": output}
-    if asks_for_ladder(options) and "seeds" not in parsed.given:
-        option_values["seeds"] = DEFAULT_SEEDS
+    if asks_for_ladder(options):
+        if "seeds" not in parsed.given:
+            option_values["seeds"] = DEFAULT_SEEDS
+        # lr_sweep=N is short for tuning the learning rate, at N rungs.
+        option_values["tune"] = options.tune or ((RATE_KEY,) if options.lr_sweep else ())
+        option_values["lr_sweep"] = options.lr_sweep or (1 if options.tune else 0)
     request = CompareArgs(**option_values, configs=tuple(parsed.config_files), keys=tuple(keys))
     return request, issues
 
@@ -238,6 +285,31 @@ def _option_issues(options: CompareOptions) -> list[ConfigIssue]:
     if Path(options.name).is_absolute() or ".." in Path(options.name).parts:
         message = f"name={options.name} is not a folder in base_output_directory"
         issues.append(_issue(message, instead="output= for another place"))
+    return issues
+
+
+def _tuning_issues(options: CompareOptions) -> list[ConfigIssue]:
+    """Returns issues of what is tuned, and where."""
+    issues = []
+    tunes = options.tune or options.lr_sweep
+    if tunes and SWEEP_SEED in options.seeds:
+        message = f"seeds: {SWEEP_SEED} is the seed with which hyper-parameters are tuned"
+        issues.append(_issue(message, write="other seeds="))
+    if options.lr_sweep and options.tune and RATE_KEY not in options.tune:
+        message = "lr_sweep sweeps the learning rate, and tune= leaves it out"
+        issues.append(_issue(message, write="tune=learning_rate,weight_decay"))
+    if not isinstance(options.tune_at, dict):
+        return issues
+    if not options.tune:
+        message = "tune_at is a size to tune at, and nothing is tuned"
+        issues.append(_issue(message, write="tune=learning_rate"))
+    if asks_for_ladder(options):
+        message = "tune_at: a ladder is tuned at its smallest rungs"
+        issues.append(_issue(message, write="lr_sweep= for their number"))
+    for name in options.tune_at:
+        if name in SET_PER_RUN or name in options.tune:
+            by = SET_PER_RUN.get(name, "tune=")
+            issues.append(_issue(f"tune_at: {name} is set by {by}", remedy=f"remove {name}"))
     return issues
 
 

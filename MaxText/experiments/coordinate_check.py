@@ -5,6 +5,10 @@ Under a parametrization that transfers, the root mean squares (rms) of activatio
 logits, and of their changes since step 0, stay as they are; the slope of ln rms on ln width is 0
 (Yang et al. 2022, arXiv 2203.03466, appendix D.1). A slope of 0 is needed for hyper-parameters to
 transfer, and not sufficient.
+
+A quantity passes if the whole interval of its slope is within the tolerance: few seeds do not pass
+because they say little. At finite widths, terms that fall as width^-1/2 give slopes up to 0.05
+between 64 and 512; under the standard parametrization changes have slopes of 0.5 to 1.
 """
 
 import collections
@@ -79,7 +83,7 @@ class CheckPlan:
       depths: Layers of each model of the first width; the first is the base.
       seeds: Seeds of initial weights.
       num_steps: Steps after which activations are compared with those at the start.
-      tolerance: Largest slope.
+      tolerance: Within which the interval of a slope has to be.
     """
 
     widths: Sequence[int]
@@ -133,11 +137,20 @@ class Quantity:
         return fit_slope(np.log(sizes), np.log(numbers))
 
     def passes(self, tolerance: float) -> bool:
-        """Returns whether the slope is at most the tolerance, within its interval."""
+        """Returns whether the whole interval of the slope is within the tolerance.
+
+        So a wide interval does not pass.
+        """
         slope = self.slope()
         if not math.isfinite(slope.slope):
             return False
-        return slope.low <= tolerance and (self.may_shrink or slope.high >= -tolerance)
+        return slope.high <= tolerance and (self.may_shrink or slope.low >= -tolerance)
+
+    def is_uncertain(self, tolerance: float) -> bool:
+        """Returns whether the slope is within the tolerance, and its interval is not."""
+        slope = self.slope().slope
+        is_within = slope <= tolerance and (self.may_shrink or slope >= -tolerance)
+        return is_within and not self.passes(tolerance)
 
 
 def fit_slope(x: np.ndarray, y: np.ndarray) -> Slope:
@@ -251,32 +264,37 @@ def measure(config: Config, plan: CheckPlan, size: Size) -> Iterator[tuple[str, 
     model = Model(model_config)
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    initialize = jax.jit(make_initialize(model, optimizer))
-    step = jax.jit(make_train_step(model, optimizer, schedule))
+    initialize = make_initialize(model, optimizer)
+    step = make_train_step(model, optimizer, schedule)
     batch = _batch(config)
+    last_layer = f"/{config.model.shape.dimensions.num_layers - 1}/"
 
-    @jax.jit
     def activations(params: Params) -> dict[str, jax.Array]:
         with capturing(_PATTERNS) as captured:
             model.merge(params)(batch)
-        return captured.values
-
-    for seed in plan.seeds:
-        state = initialize(jax.random.key(seed))
-        at_start = activations(state.params)
+        values = captured.values
         if size == "depth":
-            last_layer = f"/{config.model.shape.dimensions.num_layers - 1}/"
-            at_start = {
-                path: value
-                for path, value in at_start.items()
-                if last_layer in path or not path.startswith("layers/")
+            is_measured = {
+                path: last_layer in path or not path.startswith("layers/") for path in values
             }
-        for _ in range(plan.num_steps):
-            state, _ = step(state, batch, {})
+            return {path: value for path, value in values.items() if is_measured[path]}
+        return values
+
+    # One program for all: compiling takes longer than a few steps.
+    @jax.jit
+    def rms_of_seed(key: jax.Array) -> list[dict[str, jax.Array]]:
+        state = initialize(key)
+        at_start = activations(state.params)
+        state = jax.lax.fori_loop(
+            0, plan.num_steps, lambda _, state: step(state, batch, {})[0], state
+        )
         at_end = activations(state.params)
         changes = {path: at_end[path] - value for path, value in at_start.items()}
-        for is_change, values in ((False, at_start), (True, changes)):
-            yield from ((name, is_change, rms) for name, rms in _means_over_layers(values))
+        return [_rms_over_layers(values) for values in (at_start, changes)]
+
+    for seed in plan.seeds:
+        for is_change, rms in enumerate(rms_of_seed(jax.random.key(seed))):
+            yield from ((name, bool(is_change), float(value)) for name, value in rms.items())
 
 
 def _batch(config: Config) -> Batch:
@@ -288,14 +306,13 @@ def _batch(config: Config) -> Batch:
     return Batch(jnp.asarray(tokens_BT), jnp.asarray(targets_BT), jnp.ones(shape, jnp.float32))
 
 
-def _means_over_layers(values: Mapping[str, jax.Array]) -> Iterator[tuple[str, float]]:
-    """Yields the root mean square over all layers of each kind of values."""
+def _rms_over_layers(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the root mean square over all layers of each kind of values."""
     squares = collections.defaultdict(list)
     for path, value in values.items():
         kind = re.sub(r":\d+$", "", re.sub(r"/\d+/", "/*/", path))
         squares[kind].append(jnp.mean(jnp.square(value.astype(jnp.float32))))
-    for kind, of_layers in squares.items():
-        yield kind, math.sqrt(float(jnp.mean(jnp.stack(of_layers))))
+    return {kind: jnp.sqrt(jnp.mean(jnp.stack(of_kind))) for kind, of_kind in squares.items()}
 
 
 def check_size(
@@ -333,6 +350,8 @@ def table(quantities: Sequence[Quantity], size: Size, tolerance: float) -> str:
         slope = quantity.slope()
         ends = [float(np.mean(numbers)) for numbers in quantity.rms.values()]
         accepted = "ok" if quantity.passes(tolerance) else "FAILED"
+        if quantity.is_uncertain(tolerance):
+            accepted = "uncertain"
         rows.append(
             [
                 quantity.label,
@@ -388,7 +407,8 @@ def run_check(config: Config, plan: CheckPlan, output: Path, log: Callable[[str]
       UserError: A size is impossible.
     """
     parametrization = config.model.parametrization.parametrization
-    failures = []
+    failed = []
+    uncertain = []
     sizes: list[Size] = ["width", "depth"] if plan.depths else ["width"]
     for size in sizes:
         quantities = check_size(config, plan, size, log)
@@ -396,16 +416,21 @@ def run_check(config: Config, plan: CheckPlan, output: Path, log: Callable[[str]
         path = output / f"coordinates_{size}.png"
         write_plot(quantities, size, f"parametrization={parametrization}", path)
         log(f"Plot: {path}")
-        failures += [
-            f"{quantity.label} with {size}"
-            for quantity in quantities
-            if not quantity.passes(plan.tolerance)
-        ]
-    if failures:
+        for quantity in quantities:
+            if quantity.is_uncertain(plan.tolerance):
+                uncertain.append(f"{quantity.label} with {size}")
+            elif not quantity.passes(plan.tolerance):
+                failed.append(f"{quantity.label} with {size}")
+    if failed:
         log(
-            f"FAILED: {len(failures)} of the above change with the size under "
-            f"parametrization={parametrization}, the first: {failures[0]}"
+            f"FAILED: {len(failed)} of the above change with the size under "
+            f"parametrization={parametrization}, the first: {failed[0]}"
+        )
+    elif uncertain:
+        log(
+            f"Uncertain: {len(uncertain)} of the above have intervals wider than the tolerance, "
+            f"the first: {uncertain[0]}. Set more seeds="
         )
     else:
         log(f"ok: no activations change with the size under parametrization={parametrization}")
-    return not failures
+    return not failed and not uncertain

@@ -4,6 +4,7 @@ Runs are train.py in subprocesses, also to measure its steps.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import shlex
@@ -26,10 +27,11 @@ from MaxText.config.registry import registrations
 from MaxText.config.schema import Config, all_keys, flatten, settable_names, unflatten
 from MaxText.config.serialization import resolved_yaml
 from MaxText.config.sources import variable_of
+from MaxText.config.values import to_yaml
 from MaxText.cost.auto_layout import hardware_of_kind
 from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
-from MaxText.experiments.compare_args import CompareArgs
+from MaxText.experiments.compare_args import STEPS, CompareArgs, Launch
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
@@ -38,19 +40,31 @@ from MaxText.experiments.comparison_plan import (
     chains_of,
     load_or_create_plan,
     plan_lines,
+    plan_rows,
     run_config,
     warmup_problems,
 )
+from MaxText.experiments.ladder.learning_rate_sweep import SWEEP_SEED
 from MaxText.experiments.machine_shares import MachineShare, split_machine
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
+from MaxText.experiments.tuning import (
+    TUNING_FOLDER,
+    TunedValue,
+    apply_tuned,
+    tune,
+    tuning_plan_line,
+    tuning_section,
+    write_tuning_csv,
+)
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
-from MaxText.formatting import format_loss
+from MaxText.formatting import format_loss, format_table
 from MaxText.hardware.chips import Hardware
 from MaxText.launchers.commands import Commands
 from MaxText.launchers.slurm import SlurmOptions, submit
 from MaxText.monitoring.run_record import read_run
 from MaxText.monitoring.step_line import format_duration
 from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
+from MaxText.reports.page import PageSection
 from MaxText.reports.report_writer import write_report
 from MaxText.storage.paths import check_checkpoint_path
 
@@ -88,14 +102,20 @@ print("devices", len(devices), devices[0].platform, devices[0].device_kind)
 """
 
 
+class RunsElsewhereError(Exception):
+    """Runs were printed or submitted, so that the rest waits for the same command later."""
+
+
 def run_comparison(
     request: CompareArgs,
     variants: Sequence[Variant],
     solve_for: Mapping[str, str],
     command: Sequence[str],
     log: Log,
+    *,
+    tuned_at: Sequence[Variant] = (),
 ) -> None:
-    """Plans, runs (or prints) the remaining runs, and reports the results.
+    """Plans, tunes, runs (or prints) the remaining runs, and reports the results.
 
     Args:
         request: the comparison.
@@ -103,6 +123,7 @@ def run_comparison(
         solve_for: label -> key to solve for.
         command: as typed, for the report and the printed script.
         log: gets each line.
+        tuned_at: the configurations at the size of `tune_at`; by default `variants`.
 
     Raises:
         UserError: the budget cannot be met, or a run failed.
@@ -125,6 +146,13 @@ def run_comparison(
     with signals_as_exceptions(), lock_folder(folder):
         # Printed runs make the output a script, so that all else is a comment in it.
         prints_script = request.launch == "print"
+        tuned: list[TunedValue] = []
+        if request.tune:
+            try:
+                tuned = _tune(request, tuned_at or variants, spec, command=command, log=log)
+            except RunsElsewhereError:
+                return
+            variants = apply_tuned(variants, tuned)
         plan = load_or_create_plan(folder, variants, spec, request.seeds)
         chains = _planned_chains(plan, variants, log_comment if prints_script else log)
         runs = [run for chain in chains for run in chain]
@@ -132,7 +160,7 @@ def run_comparison(
         prints_script = prints_script and bool(unfinished)
         log_line = log_comment if prints_script else log
 
-        confounded = _log_plan(plan, variants, log_line)
+        confounded = _log_plan(plan, variants, log_line, tuned)
         if prints_script:
             print_runs(chains, unfinished, command, log)
         elif unfinished and request.launch == "slurm":
@@ -141,9 +169,113 @@ def run_comparison(
             run_all(runs, unfinished, folder, log, find_shares(request, variants))
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
-        _report_results(
-            plan, variants, chains, confounded=confounded, command=command, log=log_line
+        sections = [comparison_results.budget_section(plan, variants, confounded, command)]
+        if tuned:
+            sections.append(tuning_section(tuned, _tuning_size(request)))
+        _report_results(plan, variants, chains, sections=sections, log=log_line)
+
+
+def _tune(
+    request: CompareArgs,
+    variants: Sequence[Variant],
+    spec: ComparisonSpec,
+    *,
+    command: Sequence[str],
+    log: Log,
+) -> list[TunedValue]:
+    """Tunes the keys of `tune`, before the comparison.
+
+    Args:
+        request: the comparison.
+        variants: its configurations, at the size of `tune_at`. There they have equal tokens.
+        spec: of the comparison.
+        command: as typed.
+        log: gets each line.
+
+    Raises:
+        RunsElsewhereError: runs were printed or submitted.
+        UserError: the budget cannot be met, a run failed, or there is no best learning rate.
+    """
+    folder = folder_of(request, variants)
+    prints_script = request.launch == "print"
+
+    def log_line(line: str) -> None:
+        log(f"# {line}".rstrip() if prints_script else line)
+
+    if request.tune_at:
+        solve_for = dict.fromkeys(spec.solve_for, STEPS)
+        spec = dataclasses.replace(spec, match="tokens", budget=None, solve_for=solve_for)
+    plan = load_or_create_plan(folder / TUNING_FOLDER, variants, spec, [SWEEP_SEED])
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    _planned_chains(plan, variants, log_line)
+    log_line(tuning_plan_line(request.tune, len(variants), _tuning_size(request)))
+    for line in format_table(*plan_rows(plan), max_width=None).splitlines():
+        log_line(line)
+    shares = find_shares(request, variants)
+
+    def run(chains: Sequence[StageSequence]) -> None:
+        run_chains(
+            chains,
+            folder,
+            launch=request.launch,
+            command=command,
+            shares=shares,
+            log=log_line,
+            print_script=log,
         )
+
+    tuned = tune(request.tune, variants, plan, run)
+    for value in tuned:
+        log_line(value.line)
+    log_line(f"Tried values: {write_tuning_csv(folder, tuned)}")
+    log_line("")
+    return tuned
+
+
+def _tuning_size(request: CompareArgs) -> str:
+    """Returns the size at which hyper-parameters are tuned, in words."""
+    if not request.tune_at:
+        return "at the size and budget of the comparison"
+    return f"with {to_yaml(request.tune_at)} and equal tokens"
+
+
+def run_chains(
+    chains: Sequence[StageSequence],
+    folder: Path,
+    *,
+    launch: Launch,
+    command: Sequence[str],
+    shares: Sequence[MachineShare],
+    log: Log,
+    print_script: Log,
+) -> None:
+    """Runs what is unfinished of some chains here, or prints or submits it.
+
+    Args:
+        chains: of an experiment.
+        folder: of the experiment.
+        launch: where they run.
+        command: as typed, the last line of a printed script.
+        shares: of the machine.
+        log: gets each line about the progress.
+        print_script: gets the lines of a script.
+
+    Raises:
+        RunsElsewhereError: something is left to run elsewhere.
+        UserError: a run failed.
+    """
+    runs = [run for chain in chains for run in chain]
+    unfinished = [run for run in runs if not comparison_results.is_over(run)]
+    if not unfinished:
+        return
+    if launch == "local":
+        run_all(runs, unfinished, folder, log, shares)
+        return
+    if launch == "print":
+        print_runs(chains, unfinished, command, print_script)
+    else:
+        submit_runs(chains, unfinished, log)
+    raise RunsElsewhereError
 
 
 def _planned_chains(plan: Plan, variants: Sequence[Variant], log: Log) -> list[StageSequence]:
@@ -165,11 +297,14 @@ def _planned_chains(plan: Plan, variants: Sequence[Variant], log: Log) -> list[S
     return chains
 
 
-def _log_plan(plan: Plan, variants: Sequence[Variant], log: Log) -> list[str]:
+def _log_plan(
+    plan: Plan, variants: Sequence[Variant], log: Log, tuned: Sequence[TunedValue]
+) -> list[str]:
     """Logs a plan and what limits its verdict; returns the lines of `confounding_keys`."""
     for line in plan_lines(plan, variants):
         log(line)
-    solved_keys = {label: solved.changed for label, solved in plan.planned.items()}
+    tuned_keys = {value.key for value in tuned}
+    solved_keys = {label: solved.changed | tuned_keys for label, solved in plan.planned.items()}
     confounded = confounding_keys(solved_variants(plan, variants), solved_keys)
     warnings = [f"the configurations differ in {line}" for line in confounded]
     for problem in warmup_problems(plan, variants):
@@ -186,11 +321,13 @@ def _report_results(
     variants: Sequence[Variant],
     chains: Sequence[StageSequence],
     *,
-    confounded: Sequence[str],
-    command: Sequence[str],
+    sections: Sequence[PageSection],
     log: Log,
 ) -> None:
-    """Logs the results of finished chains, and writes the report and its CSV files."""
+    """Logs the results of finished chains, and writes the report and its CSV files.
+
+    `sections` of the report say how the runs were made comparable.
+    """
     folder = plan.folder
     loaded = [(chain, comparison_results.load_chain(chain)) for chain in chains]
     finished = [(chain, records) for chain, records in loaded if records]
@@ -210,7 +347,7 @@ def _report_results(
         title=comparison_results.title_of(plan, groups),
         groups={label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()},
         leading=[comparison_results.result_section(plan, variants, groups)],
-        sections=[comparison_results.budget_section(plan, variants, confounded, command)],
+        sections=sections,
         compared=[records[-1] for _, records in finished],
     )
     log(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")

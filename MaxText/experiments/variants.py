@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from MaxText.config import sources, values
 from MaxText.config.loading import load
+from MaxText.config.parametrization_rules import FIXED_NORM_OPTIMIZERS
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config, all_keys, dotted, flatten
 from MaxText.config.values import TypedValue, UntypedValue
@@ -34,6 +35,7 @@ from MaxText.experiments.compare_args import (
     expand_sweep,
 )
 from MaxText.experiments.ladder.ladder_args import asks_for_ladder, ladder_name
+from MaxText.experiments.ladder.learning_rate_sweep import DECAY_KEY
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
@@ -372,7 +374,8 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
     # Another budget is another comparison, whose runs belong elsewhere.
     budget = [] if request.budget is None else [f"{request.budget:g}"]
     program = "compare"
-    suffix = "_".join(["", request.match, *budget])
+    tuned = ["tuned"] if request.tune else []
+    suffix = "_".join(["", request.match, *budget, *tuned])
     if asks_for_ladder(request):
         program = "ladder"
         suffix = f"_{ladder_name(request)}"
@@ -414,6 +417,27 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
             ]
         )
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
+
+
+def check_tunable(request: CompareArgs, variants: Sequence[Variant]) -> None:
+    """Raises ConfigurationError if a key that is tuned has no effect in a variant."""
+    issues = []
+    for variant, key in itertools.product(variants, request.tune):
+        opt_type = variant.config.optimizer.opt_type
+        if any(flatten(stage)[key] == 0 for stage in variant.stages):
+            problem = f"tune: {key} of {variant.label} is 0, and factors of it change nothing"
+            remedy = f"{key}= above 0, or tune= without it"
+        elif key == DECAY_KEY and opt_type in FIXED_NORM_OPTIMIZERS:
+            problem = (
+                f"tune: {variant.label} has opt_type={opt_type}, which keeps the norms of matrices "
+                "without weight decay"
+            )
+            remedy = "tune=learning_rate"
+        else:
+            continue
+        issues.append(ConfigIssue(problem, ("command line",), (("write", remedy),)))
+    if issues:
+        raise ConfigurationError(issues)
 
 
 def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:

@@ -13,8 +13,8 @@ from MaxText.formatting import short_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Horizontal axes of a run's curves, and sizes of models.
-AxisName = Literal["tokens", "flops", "time", "step", "width", "depth"]
+# Horizontal axes of a run's curves, sizes of models, and swept keys.
+AxisName = Literal["tokens", "flops", "time", "step", "width", "depth", "learning_rate"]
 
 # Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (
@@ -145,7 +145,7 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         axes.set_ylim(*chart.y_range)
     if axis.name in ("width", "depth"):
         axes.set_xscale("log", base=2)
-    if axis.name != "flops":  # powers of ten read better
+    if axis.name not in ("flops", "learning_rate"):  # powers of ten read better
         axes.xaxis.set_major_formatter(FuncFormatter(short_count))
     axes.set_xlabel(axis.title, color=_INK)
     axes.set_ylabel(chart.y_title, color=_INK)

@@ -26,6 +26,9 @@ SIZES = {
     "dataset_type": "synthetic",
     "steps": 3,
     "learning_rate": 0.01,
+    # As in muP: with init_std 0.02 at width 64, activations after three steps are products of three
+    # updates, and vary between seeds by more than between widths.
+    "weight_init": "fan_in",
 }
 
 
@@ -36,8 +39,8 @@ def config_of(family, parametrization, **keys):
     return load_config(decoder_block="llama2" if family == "experts" else family, **keys)
 
 
-def plan_of(*widths, depths=(), seeds=2):
-    return CheckPlan(widths, depths, range(seeds), num_steps=3, tolerance=0.05)
+def plan_of(*widths, depths=(), seeds=2, tolerance=0.1):
+    return CheckPlan(widths, depths, range(seeds), num_steps=3, tolerance=tolerance)
 
 
 def failures(config, plan, size="width"):
@@ -49,18 +52,24 @@ def failures(config, plan, size="width"):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
-    plan = plan_of(64, 128, 256)
+    # Fewer and narrower models than by default, so a wider tolerance.
+    plan = plan_of(64, 128, 256, seeds=5, tolerance=0.15)
     assert not failures(config_of(family, "mup"), plan)
-    failed = failures(config_of(family, "standard"), plan)
-    assert any(label.startswith("change of layers/*") for label in failed)
+    quantities = check_size(config_of(family, "standard"), plan_of(64, 256), "width", print)
+    slopes = {quantity.label: quantity.slope() for quantity in quantities}
+    assert any(
+        slope.low > 0.15
+        for label, slope in slopes.items()
+        if label.startswith("change of layers/*")
+    )
 
 
 @pytest.mark.slow
 def test_depth():
-    plan = plan_of(64, depths=(2, 4, 8))
-    keys = {"weight_init": "fan_in"}
-    assert not failures(config_of("llama2", "completep", **keys), plan, "depth")
-    assert failures(config_of("llama2", "standard", **keys), plan, "depth")
+    plan = plan_of(64, depths=(2, 4, 8), tolerance=0.15)
+    assert not failures(config_of("llama2", "completep"), plan, "depth")
+    quantities = check_size(config_of("llama2", "standard"), plan, "depth", print)
+    assert any(quantity.slope().low > 0.15 for quantity in quantities)
 
 
 def test_widths_differ_in_all_sizes():
@@ -107,7 +116,20 @@ def test_slopes_are_those_of_least_squares():
 )
 def test_verdict(name, is_change, growth, passes):
     rms = {64: [1.0, 1.01], 128: [growth, growth * 1.01]}
-    assert Quantity(name, is_change, rms).passes(0.05) == passes
+    quantity = Quantity(name, is_change, rms)
+    assert quantity.passes(0.05) == passes
+    assert not quantity.is_uncertain(0.05)
+
+
+def test_wide_intervals_do_not_pass():
+    noisy = Quantity("layers/*/output", True, {64: [1.0, 1.5], 128: [1.5, 1.0]})
+    assert noisy.slope().slope == pytest.approx(0.0)
+    assert not noisy.passes(0.05)
+    assert noisy.is_uncertain(0.05)
+    assert noisy.passes(5.0)
+    # Logits may shrink, but not for certain.
+    shrinking = Quantity("head/output", False, {64: [1.0, 1.5], 128: [0.1, 0.15]})
+    assert shrinking.passes(0.05)
 
 
 def test_check_of_one_model(tmp_path):

@@ -74,6 +74,9 @@ class LadderOptions:
     batch_exponent: Annotated[float, Field(ge=0, le=1)] = option(
         0.383, "Batch size grows with the training tokens to this power, by powers of two."
     )
+    horizon_exponent: Annotated[float, Field(ge=0, le=1)] = option(
+        0.3, "Learning rates of larger rungs fall with the training tokens to this power."
+    )
     transfer: Transfer = option(
         "scaled",
         "Learning rate of larger rungs. scaled: by width, batch and tokens. none: as in the file.",
@@ -113,6 +116,9 @@ def ladder_issues(options: LadderOptions, given: Collection[str]) -> list[Config
         for name, reason in _ONE_SIZE.items()
         if name in given
     ]
+    if options.transfer == "none" and "horizon_exponent" in given:
+        message = "horizon_exponent: with transfer=none learning rates are those of the file"
+        issues.append(_issue(message, "transfer=scaled"))
     if isinstance(options.sizes, Path):
         fixed = [name for name in ("from", "to", "aspect") if name in given]
         if fixed:

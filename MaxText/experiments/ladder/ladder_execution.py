@@ -1,5 +1,6 @@
 """Runs a ladder: learning rates, all rungs but the top, a prediction, the top rung, a verdict."""
 
+import functools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,13 @@ from MaxText.experiments.comparison_plan import (
 from MaxText.experiments.comparison_results import RunResult
 from MaxText.experiments.execution import (
     Log,
+    RunsElsewhereError,
     count_run_devices,
     find_local_hardware,
     find_shares,
     lock_folder,
-    print_runs,
-    run_all,
+    run_chains,
     signals_as_exceptions,
-    submit_runs,
     time_steps,
 )
 from MaxText.experiments.ladder.effective_speedup import FLOPS, MIN_TIMINGS, TIME
@@ -49,11 +49,11 @@ from MaxText.experiments.ladder.ladder_plan import (
 from MaxText.experiments.ladder.ladder_report import ladder_sections, write_ladder_files
 from MaxText.experiments.ladder.ladder_results import analyze_ladder, summary_of
 from MaxText.experiments.ladder.learning_rate_sweep import (
+    RATE_KEY,
     SWEEP_SEED,
-    RateOptimum,
     combine_rungs,
-    factors_of_round,
     find_optimum,
+    run_sweeps,
 )
 from MaxText.experiments.ladder.measurements import Arm, Rung
 from MaxText.experiments.ladder.preregistration import (
@@ -63,18 +63,21 @@ from MaxText.experiments.ladder.preregistration import (
     preregistered_sha256,
 )
 from MaxText.experiments.ladder.rung_sizes import Size
-from MaxText.experiments.ladder.rungs import RATE_KEY, LadderRung, plan_rungs, with_rate_factor
+from MaxText.experiments.ladder.rungs import LadderRung, plan_rungs
 from MaxText.experiments.solver import solve_plan
+from MaxText.experiments.tuning import (
+    TUNING_FOLDER,
+    TunedValue,
+    loss_of,
+    tuning_section,
+    with_key_factor,
+    write_tuning_csv,
+)
 from MaxText.experiments.variants import Variant, folder_of
+from MaxText.formatting import pluralize
 from MaxText.hardware.chips import Hardware, find_hardware
 from MaxText.reports.page import PageSection, PageTable
 from MaxText.reports.report_writer import write_report
-
-_SWEEP_FOLDER = "learning_rates"
-
-
-class _RunsElsewhereError(Exception):
-    """Runs were printed or submitted, so that the ladder goes on with the same command later."""
 
 
 class _Ladder:
@@ -103,6 +106,7 @@ class _Ladder:
         self.labels = [variant.label for variant in variants]
         self.rungs = rungs
         self.folder = folder_of(request, variants)
+        self.tuned: list[TunedValue] = []
         self._num_devices = num_devices
         self._command = command
         self.log = log
@@ -121,62 +125,74 @@ class _Ladder:
         """Runs what is unfinished, or lets it run elsewhere.
 
         Raises:
-          _RunsElsewhereError: Something is left to run elsewhere.
+          RunsElsewhereError: Something is left to run elsewhere.
           UserError: A run failed.
         """
-        runs = [run for chain in chains for run in chain]
-        unfinished = [run for run in runs if not comparison_results.is_over(run)]
-        if not unfinished:
-            return
-        if self.request.launch == "local":
-            run_all(runs, unfinished, self.folder, self.log, self._shares)
-            return
-        if self.request.launch == "print":
-            print_runs(chains, unfinished, self._command, self._print)
-        else:
-            submit_runs(chains, unfinished, self.log)
-        raise _RunsElsewhereError
+        run_chains(
+            chains,
+            self.folder,
+            launch=self.request.launch,
+            command=self._command,
+            shares=self._shares,
+            log=self.log,
+            print_script=self._print,
+        )
 
-    def sweep_rates(self) -> dict[str, float]:
-        """Returns the factor of each arm's learning rate, 1 without a sweep.
+    def tune(self) -> dict[str, float]:
+        """Sweeps what is tuned at the smallest rungs; gives all rungs the weight decays.
+
+        Returns the factor of each arm's learning rate, 1 without a sweep.
 
         Raises:
           UserError: A sweep found no optimum.
         """
-        swept = [solved.rung for solved in self.rungs[: self.request.lr_sweep]]
-        if not swept:
-            return dict.fromkeys(self.labels, 1.0)
-        losses: dict[tuple[int, str], dict[float, float | None]] = {
-            (rung.number, label): {} for rung in swept for label in self.labels
-        }
-        round_number = 0
-        while True:
-            chains = []
-            tried: list[tuple[dict[float, float | None], float, StageSequence]] = []
-            for rung in swept:
-                for variant in rung.variants:
-                    of_arm = losses[rung.number, variant.label]
-                    for factor in factors_of_round(round_number, of_arm):
-                        chain = self._sweep_chain(rung, variant, factor)
-                        chains.append(chain)
-                        tried.append((of_arm, factor, chain))
-            if not chains:
-                break
-            self.run(chains)
-            for of_arm, factor, chain in tried:
-                of_arm[factor] = _result(chain).validation_loss
-            round_number += 1
-        rates = {}
-        for label in self.labels:
-            optima = [find_optimum(losses[rung.number, label]) for rung in swept]
-            rates[label] = combine_rungs(optima)
-            self.log(_sweep_line(label, swept, optima, rates[label]))
+        rates = dict.fromkeys(self.labels, 1.0)
+        for key in self.request.tune:
+            factors = self._sweep(key, rates)
+            if key == RATE_KEY:
+                rates = factors
+            else:
+                self.rungs = [solved.with_key_factors(key, factors) for solved in self.rungs]
         return rates
 
-    def _sweep_chain(self, rung: LadderRung, variant: Variant, factor: float) -> StageSequence:
-        """Returns the run of an arm at a rung with another learning rate, in its own folder."""
-        path = self.folder / rung.folder / _SWEEP_FOLDER / f"{variant.label}_x{factor:g}"
-        changed = with_rate_factor(variant, factor)
+    def _sweep(self, key: str, rates: Mapping[str, float]) -> dict[str, float]:
+        """Returns the best factor of a key for each arm, swept at given learning rates."""
+        swept = [solved.rung.with_rates(rates) for solved in self.rungs[: self.request.lr_sweep]]
+        sweeps = {
+            (rung.number, variant.label): functools.partial(self._swept_run, rung, variant, key)
+            for rung in swept
+            for variant in rung.variants
+        }
+        losses = run_sweeps(sweeps, self.run, loss_of, key)
+        factors = {}
+        for label in self.labels:
+            found = [
+                TunedValue(
+                    label=label,
+                    key=key,
+                    before=flatten(variant.config)[key],
+                    losses=losses[rung.number, label],
+                    optimum=find_optimum(losses[rung.number, label], key),
+                    rung=rung.number,
+                )
+                for rung in swept
+                for variant in rung.variants
+                if variant.label == label
+            ]
+            factors[label] = combine_rungs([value.optimum for value in found])
+            for value in found:
+                self.log(value.line)
+            self.log(f"{key} of {label}: all rungs get {factors[label]:.3g} times their own")
+            self.tuned += found
+        return factors
+
+    def _swept_run(
+        self, rung: LadderRung, variant: Variant, key: str, factor: float
+    ) -> StageSequence:
+        """Returns the run of an arm at a rung with another value of a key, in its own folder."""
+        name = f"{variant.label}_{key}_x{factor:g}"
+        path = self.folder / rung.folder / TUNING_FOLDER / name
+        changed = with_key_factor(variant, key, factor)
         spec = rung_spec(rung, self.request, self._num_devices)
         plan = load_or_create_plan(path, [changed], spec, [SWEEP_SEED])
         if not plan.planned:
@@ -269,7 +285,7 @@ class _Ladder:
             title=f"Ladder of {' and '.join(self.labels)}",
             groups=self._run_groups(plans),
             leading=ladder_sections(results),
-            sections=[self._plan_section(notes)],
+            sections=[self._plan_section(notes), *self._tuning_sections()],
             warnings=deviations,
         )
         self.log(f"Report: {report}; numbers: {', '.join(map(str, written))}")
@@ -328,6 +344,13 @@ class _Ladder:
         table = PageTable(*plan_table(self.request, self.rungs))
         return PageSection("How the rungs were planned", lines, table)
 
+    def _tuning_sections(self) -> list[PageSection]:
+        if not self.tuned:
+            return []
+        write_tuning_csv(self.folder, self.tuned)
+        where = f"at the smallest {pluralize(self.request.lr_sweep, 'rung')}"
+        return [tuning_section(self.tuned, where)]
+
     def _write_runs_csv(self, chains: Sequence[Sequence[StageSequence]]) -> Path:
         """Writes one row per run; returns the path."""
         results = [
@@ -366,20 +389,6 @@ def _token_seconds(plan: Plan, variant: Variant) -> tuple[float, ...]:
     )
 
 
-def _sweep_line(
-    label: str, rungs: Sequence[LadderRung], optima: Sequence[RateOptimum], factor: float
-) -> str:
-    """Returns what a sweep found, in words."""
-    found = ", ".join(
-        f"{optimum.factor:.3g} at rung {rung.number}"
-        for rung, optimum in zip(rungs, optima, strict=True)
-    )
-    return (
-        f"learning rate of {label}: best at {found} times the rule; all rungs get "
-        f"{factor:.3g} times"
-    )
-
-
 def run_ladder(
     request: CompareArgs, variants: Sequence[Variant], command: Sequence[str], log: Log
 ) -> None:
@@ -414,7 +423,7 @@ def run_ladder(
             ladder.log(line)
         try:
             _climb(ladder)
-        except _RunsElsewhereError:
+        except RunsElsewhereError:
             return
 
 
@@ -427,7 +436,7 @@ def _hardware(request: CompareArgs, variants: Sequence[Variant]) -> Hardware | N
 
 def _climb(ladder: _Ladder) -> None:
     """Runs all rungs but the top, predicts the top, runs it, and judges."""
-    rates = ladder.sweep_rates()
+    rates = ladder.tune()
     plans = ladder.open_plans(rates)
     chains = [
         chains_of(plan, solved.with_rates(rates))

@@ -20,16 +20,15 @@ from MaxText.experiments.comparison_plan import (
     warmup_problems,
 )
 from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
-from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, SWEEP_SEED
+from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
 from MaxText.experiments.ladder.rung_sizes import Size
 from MaxText.experiments.ladder.rungs import (
     BATCH_RATE_EXPONENT,
-    RATE_KEY,
-    TOKENS_RATE_EXPONENT,
-    WIDTH_EXPONENTS,
     LadderRung,
+    width_exponent,
 )
 from MaxText.experiments.solver import cost, solve_plan, solved_variants, validation_errors
+from MaxText.experiments.tuning import tuning_plan_line
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.formatting import format_duration, format_table, pluralize, short_count
 from MaxText.hardware.chips import Hardware
@@ -70,6 +69,10 @@ class SolvedRung:
         path.mkdir(parents=True, exist_ok=True)
         plan.save()
         return plan
+
+    def with_key_factors(self, key: str, factors: Mapping[str, float]) -> "SolvedRung":
+        """Returns the rung with a key multiplied by a factor per configuration."""
+        return dataclasses.replace(self, rung=self.rung.with_key_factors(key, factors))
 
     def with_rates(self, rates: Mapping[str, float]) -> tuple[Variant, ...]:
         """Returns its configurations with learning rates multiplied by a factor, without steps."""
@@ -134,8 +137,6 @@ def solve_rungs(
         solved.append(SolvedRung(rung, spec, plan.planned))
     messages |= _difference_messages(request, variants)
     messages |= _timing_messages(request, variants)
-    if SWEEP_SEED in request.seeds:
-        messages[f"seeds: {SWEEP_SEED} is the seed of the learning rate sweep"] = "other seeds="
     if hardware is not None and not messages:
         solved = [_with_job_plans(rung, hardware) for rung in solved]
         messages |= _memory_messages(solved, hardware)
@@ -205,7 +206,7 @@ def _more_steps(variants: Sequence[Variant], factor: float) -> str:
 
 def _difference_messages(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns what differs between the arms outside of the model, and how to make it equal."""
-    solved_for = {STEPS, RATE_KEY} if request.lr_sweep else {STEPS}
+    solved_for = {STEPS, *request.tune}
     on_purpose = {variant.label: solved_for for variant in variants}
     messages = {}
     for line in confounding_keys(variants, on_purpose):
@@ -213,7 +214,9 @@ def _difference_messages(request: CompareArgs, variants: Sequence[Variant]) -> d
         value = flatten(variants[0].config)[name]
         remedy = f"{name}={value} for all of them"
         if name == RATE_KEY:
-            remedy = "lr_sweep=2, which finds the learning rate of each, or one learning_rate="
+            remedy = (
+                "tune=learning_rate, which finds the learning rate of each, or one learning_rate="
+            )
         messages[f"the configurations differ outside of the model in {line}"] = remedy
     return messages
 
@@ -295,14 +298,9 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
         "",
         f"{num_runs} runs of {total:.3g} FLOPs in total{_total_time(request, rungs)}.",
     ]
-    if request.lr_sweep:
-        swept = rungs[: request.lr_sweep]
-        cost = sum(rung.compute for rung in swept) * len(FACTORS)
-        lines.append(
-            f"Before them, {len(FACTORS) * len(labels) * len(swept)} runs of {cost:.3g} FLOPs "
-            f"sweep the learning rate at the smallest {pluralize(len(swept), 'rung')}, with "
-            "another seed."
-        )
+    if request.tune:
+        where = f"at the smallest {pluralize(request.lr_sweep, 'rung')}"
+        lines.append(tuning_plan_line(request.tune, len(labels) * request.lr_sweep, where))
     if len(labels) > 1:
         smallest = smallest_speedup([rung.rung.compute for rung in rungs], num_seeds)
         lines.append(
@@ -315,12 +313,15 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
 
 def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
     """Returns the rules of sizes, batches and learning rates."""
-    optimizers = {v.config.optimizer.opt_type for v in rungs[0].rung.variants}
-    exponents = ", ".join(f"{WIDTH_EXPONENTS[name]:g} ({name})" for name in sorted(optimizers))
     rate = "as in the file"
     if request.transfer == "scaled":
+        exponents = {
+            f"{width_exponent(config) or 0.0:g} ({_rate_rule(config)})"
+            for config in (variant.config for variant in rungs[0].rung.variants)
+        }
         rate = (
-            f"width^{exponents} x batch^{BATCH_RATE_EXPONENT:g} x tokens^{TOKENS_RATE_EXPONENT:g}, "
+            f"width^{', '.join(sorted(exponents))} x batch^{BATCH_RATE_EXPONENT:g} "
+            f"x tokens^{-request.horizon_exponent:g}, "
             "from the file's width and the smallest rung's batch and tokens"
         )
     return [
@@ -330,6 +331,13 @@ def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
         "that of the file",
         f"  learning rate: {rate}",
     ]
+
+
+def _rate_rule(config: Config) -> str:
+    """Returns whose rule scales the learning rate with the width."""
+    if config.model.is_standard:
+        return config.optimizer.opt_type
+    return f"{config.model.parametrization.parametrization} scales each weight"
 
 
 def _total_time(request: CompareArgs, rungs: Sequence[SolvedRung]) -> str:

@@ -1,18 +1,22 @@
-"""Learning rate of an arm, from a sweep by factors of two at its smallest rungs.
+"""Learning rate or weight decay of a configuration, from a sweep by factors of two.
 
-The optimum is that of a parabola in ln(learning rate) through the losses around the best one. The
-sweep has a seed of its own, so that the runs of the ladder are not those that were selected.
+The optimum is that of a parabola in the logarithm of the value through the losses around the best
+one. The sweep has a seed of its own, so that the runs that are compared are not those that were
+selected.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from MaxText.errors import UserError
 
-# Of the learning rate by the rule; later rounds go on beyond the edge that was best.
+RATE_KEY = "learning_rate"
+DECAY_KEY = "adam_weight_decay"
+
+# Of the configuration's value; later rounds go on beyond the edge that was best.
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 SWEEP_SEED = 10_000
 _MAX_ROUNDS = 3
@@ -20,21 +24,26 @@ _ADDED = 2  # factors of a later round
 _NEIGHBORS = 2  # points on each side of the best one that the parabola is fitted to
 
 
+_Sweep = TypeVar("_Sweep", bound=Hashable)
+_Run = TypeVar("_Run")
+
+
 class RateOptimum(NamedTuple):
-    """The best factor of a learning rate."""
+    """The best factor of a swept value."""
 
     factor: float
     edge: int  # -1 or 1 if the least loss is that of the smallest or largest factor, else 0
 
 
-def find_optimum(losses: Mapping[float, float | None]) -> RateOptimum:
+def find_optimum(losses: Mapping[float, float | None], key: str = RATE_KEY) -> RateOptimum:
     """Returns the optimum of a parabola in ln(factor), fitted by least squares around the best.
 
     A diverged run has no loss, and no parabola reaches past it: beside one, the best factor that
     was tried is the optimum.
 
     Args:
-      losses: Factor of the learning rate -> validation loss, None if the run diverged.
+      losses: Factor of the value -> validation loss, None if the run diverged.
+      key: That is swept.
 
     Raises:
       UserError: All runs diverged.
@@ -43,8 +52,8 @@ def find_optimum(losses: Mapping[float, float | None]) -> RateOptimum:
     completed = {factor: loss for factor in factors if (loss := losses[factor]) is not None}
     if not completed:
         raise UserError(
-            f"all runs of a sweep of the learning rate diverged, by factors {factors[0]:g} to "
-            f"{factors[-1]:g}. Set a smaller learning_rate=."
+            f"all runs of a sweep of {key} diverged, by factors {factors[0]:g} to "
+            f"{factors[-1]:g}. Set a smaller {RATE_KEY}=."
         )
     best = min(completed, key=lambda factor: completed[factor])
     index = factors.index(best)
@@ -66,28 +75,70 @@ def find_optimum(losses: Mapping[float, float | None]) -> RateOptimum:
     return RateOptimum(best * math.exp(vertex), 0)
 
 
-def factors_of_round(number: int, losses: Mapping[float, float | None]) -> Sequence[float]:
-    """Returns the factors to try in a round, from 0; none if the optimum is not at an edge.
+def factors_of_round(
+    number: int, losses: Mapping[float, float | None], key: str = RATE_KEY
+) -> Sequence[float]:
+    """Returns the factors to try in a round, from 0; none if the sweep has ended.
+
+    It has if the optimum is not at an edge. A weight decay may be best at an edge after the last
+    round, too: losses of short runs often fall, however small it gets.
 
     Args:
       number: Of the round.
       losses: Of the rounds before.
+      key: That is swept.
 
     Raises:
-      UserError: The best factor is still at an edge after the last round, or all runs diverged.
+      UserError: The best learning rate is still at an edge after the last round, or all runs
+        diverged.
     """
     if number == 0:
         return FACTORS
-    optimum = find_optimum(losses)
+    optimum = find_optimum(losses, key)
     if optimum.edge == 0:
         return ()
     if number == _MAX_ROUNDS:
+        if key == DECAY_KEY:
+            return ()
         name = "largest" if optimum.edge > 0 else "smallest"
         raise UserError(
             f"the best learning rate of a sweep is the {name} one, {optimum.factor:g} times that "
             "of the configuration. Multiply learning_rate= by it."
         )
     return [optimum.factor * 2.0 ** (optimum.edge * step) for step in range(1, _ADDED + 1)]
+
+
+def run_sweeps(
+    sweeps: Mapping[_Sweep, Callable[[float], _Run]],
+    run: Callable[[Sequence[_Run]], None],
+    loss_of: Callable[[_Run], float | None],
+    key: str = RATE_KEY,
+) -> dict[_Sweep, dict[float, float | None]]:
+    """Runs sweeps side by side, round by round; returns the losses of each by factor.
+
+    Args:
+      sweeps: Each makes its run from a factor.
+      run: Runs those of a round that are not over.
+      loss_of: Loss of a run that is over; None if it diverged.
+      key: That is swept.
+
+    Raises:
+      UserError: A sweep found no optimum, or a run failed.
+    """
+    losses: dict[_Sweep, dict[float, float | None]] = {sweep: {} for sweep in sweeps}
+    round_number = 0
+    while True:
+        tried = [
+            (sweep, factor, make_run(factor))
+            for sweep, make_run in sweeps.items()
+            for factor in factors_of_round(round_number, losses[sweep], key)
+        ]
+        if not tried:
+            return losses
+        run([new_run for _, _, new_run in tried])
+        for sweep, factor, finished in tried:
+            losses[sweep][factor] = loss_of(finished)
+        round_number += 1
 
 
 def combine_rungs(optima: Sequence[RateOptimum]) -> float:

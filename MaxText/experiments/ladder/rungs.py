@@ -21,11 +21,12 @@ from MaxText.config.sources import ALIASES
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import SET_PER_RUN, STEPS
 from MaxText.experiments.ladder.ladder_args import MIN_RUNGS, MIN_SPAN, LadderOptions
+from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
 from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, resize, tokens_of_compute
 from MaxText.experiments.solver import cost, with_overrides
+from MaxText.experiments.tuning import with_key_factor
 from MaxText.experiments.variants import Variant
 
-RATE_KEY = "learning_rate"
 _EVAL_BATCH_KEY = "eval_per_device_batch_size"
 _BATCH_KEYS = (
     "per_device_batch_size",
@@ -37,9 +38,8 @@ _ROOM = 2.0  # steps per step of a fixed warm-up, before they are solved for
 # al. 2022, arXiv:2203.03466, table 3); for updates of fixed rms, whose spectral norm grows as the
 # root of the width, that of an update with the spectral norm of muP.
 WIDTH_EXPONENTS = {"adamw": -1.0, "lion": -1.0, "muon": -0.5, "adafactor": -0.5, "sgd": 0.0}
-# Exponents in batch size and training tokens of Delphi (Open Athena, 2026).
+# Exponent in the batch size of Delphi (Open Athena, 2026).
 BATCH_RATE_EXPONENT = 0.5
-TOKENS_RATE_EXPONENT = -0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +57,15 @@ class LadderRung:
 
     def with_rates(self, factors: Mapping[str, float]) -> "LadderRung":
         """Returns the rung with learning rates multiplied by a factor per configuration."""
+        return self.with_key_factors(RATE_KEY, factors)
+
+    def with_key_factors(self, key: str, factors: Mapping[str, float]) -> "LadderRung":
+        """Returns the rung with a key multiplied by a factor per configuration."""
         variants = tuple(
-            with_rate_factor(variant, factors.get(variant.label, 1.0)) for variant in self.variants
+            with_key_factor(variant, key, factors.get(variant.label, 1.0))
+            for variant in self.variants
         )
         return dataclasses.replace(self, variants=variants)
-
-
-def with_rate_factor(variant: Variant, factor: float) -> Variant:
-    """Returns a variant with the learning rate of each stage multiplied."""
-    rates = [flatten(stage)[RATE_KEY] * factor for stage in variant.stages]
-    stages = zip(variant.stages, rates, strict=True)
-    return variant._replace(
-        stages=tuple(_changed(stage, {RATE_KEY: rate}) for stage, rate in stages)
-    )
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -104,7 +100,7 @@ def plan_rungs(
         computes = [float(c) for c in np.geomspace(options.from_, options.to, options.ladder)]
         sizes, issues = choose_sizes(variants, computes, options, num_devices)
         arms = [_resized(variants, size) for size in sizes]
-    unknown = {_optimizer(v.config) for v in variants} - WIDTH_EXPONENTS.keys()
+    unknown = {v.config.optimizer.opt_type for v in variants if width_exponent(v.config) is None}
     if unknown and options.transfer == "scaled":
         message = f"transfer=scaled has no rule for opt_type={', '.join(sorted(unknown))}"
         fact = ("write", "transfer=none lr_sweep=2")
@@ -117,9 +113,10 @@ def plan_rungs(
     for index, (sized, keys) in enumerate(zip(arms, listed, strict=True)):
         growth = tokens[index] / tokens[0]
         batch = 1 if keys.keys() & set(_BATCH_KEYS) else batch_factor(options, growth)
+        horizon_factor = growth**-options.horizon_exponent
         scales_rate = options.transfer == "scaled" and RATE_KEY not in keys
         scaled = tuple(
-            _scaled(arm, variant, batch, growth if scales_rate else None)
+            _scaled(arm, variant, batch, horizon_factor if scales_rate else None)
             for arm, variant in zip(sized, variants, strict=True)
         )
         rungs.append(LadderRung(index + 1, computes[index], scaled))
@@ -161,34 +158,36 @@ def batch_factor(options: LadderOptions, growth: float) -> int:
     return 2 ** max(round(options.batch_exponent * math.log2(growth)), 0)
 
 
-def rate_factor(config: Config, width: int, batch: float, growth: float) -> float:
+def rate_factor(config: Config, width: int, batch: float, horizon_factor: float) -> float:
     """Returns the learning rate of a rung relative to that of its file.
 
     Args:
       config: As in the file.
       width: Of the rung.
       batch: Sequences per step relative to the smallest rung.
-      growth: Training tokens relative to the smallest rung.
+      horizon_factor: Factor of the training tokens, relative to the smallest rung.
     """
-    exponent = WIDTH_EXPONENTS[_optimizer(config)]
-    if flatten(config).get("parametrization", "standard") != "standard":
-        exponent = 0.0  # it scales the rate of each weight itself
+    exponent = width_exponent(config)
+    assert exponent is not None
     by_width = (width / Size.of(config).width) ** exponent
-    return by_width * batch**BATCH_RATE_EXPONENT * growth**TOKENS_RATE_EXPONENT
+    return by_width * batch**BATCH_RATE_EXPONENT * horizon_factor
 
 
-def _optimizer(config: Config) -> str:
-    return config.optimizer.opt_type
+def width_exponent(config: Config) -> float | None:
+    """Returns the exponent of the learning rate in the width; None if no rule has one."""
+    if not config.model.is_standard:
+        return 0.0  # the parametrization scales the rate of each weight itself
+    return WIDTH_EXPONENTS.get(config.optimizer.opt_type)
 
 
-def _scaled(arm: Variant, variant: Variant, batch: int, growth: float | None) -> Variant:
+def _scaled(arm: Variant, variant: Variant, batch: int, horizon_factor: float | None) -> Variant:
     """Returns a sized variant with the batch size and learning rate of its rung.
 
     Args:
       arm: The sized variant.
       variant: As in its file.
       batch: Factor of the batch size.
-      growth: Training tokens relative to the smallest rung; None leaves the learning rate.
+      horizon_factor: Of the learning rate by the training tokens; None leaves the learning rate.
     """
     stages = []
     for sized, stage in zip(arm.stages, variant.stages, strict=True):
@@ -196,8 +195,8 @@ def _scaled(arm: Variant, variant: Variant, batch: int, growth: float | None) ->
         changes = {name: keys[name] * batch for name in _BATCH_KEYS}
         # The same validation text at every rung: eval_steps batches of the same size.
         changes[_EVAL_BATCH_KEY] = keys[_EVAL_BATCH_KEY] or keys[_BATCH_KEYS[0]]
-        if growth is not None:
-            factor = rate_factor(stage, Size.of(sized).width, batch, growth)
+        if horizon_factor is not None:
+            factor = rate_factor(stage, Size.of(sized).width, batch, horizon_factor)
             changes[RATE_KEY] = keys[RATE_KEY] * factor
         stages.append(_changed(sized, changes))
     return arm._replace(stages=tuple(stages))

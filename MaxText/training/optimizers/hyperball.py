@@ -25,7 +25,7 @@ _TINY = 1e-30  # keeps a direction of zeros from becoming NaN
 
 @register("optimizer", "muonh")
 def muonh(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """MuonH (Wen et al. 2025, "Hyperball optimization"): directions of Muon, AdamH for the head.
+    """MuonH (Wen et al. 2026, Hyperball, arXiv 2606.16899): directions of Muon, AdamH for the head.
 
     Vectors and tables are trained by Adam.
     """
@@ -37,7 +37,7 @@ def muonh(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
 
 @register("optimizer", "adamh")
 def adamh(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """AdamH (Wen et al. 2025, "Hyperball optimization"): directions of Adam.
+    """AdamH (Wen et al. 2026, Hyperball, arXiv 2606.16899): directions of Adam.
 
     Vectors and tables are trained by Adam.
     """

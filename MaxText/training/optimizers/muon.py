@@ -23,11 +23,11 @@ from MaxText.training.optimizers.matrices import (
 )
 from MaxText.training.optimizers.parameter_trees import ParamSpecs, map_with_names
 
-_NUM_ITERATIONS = 5
+NUM_ITERATIONS = 5
 # (a, b, c) of each iteration x -> a x + b (x x') x + c (x x')^2 x.
 _COEFFICIENTS: dict[str, Sequence[tuple[float, float, float]]] = {
     # Jordan et al. 2024: the steepest slope at 0; singular values end between 0.7 and 1.2.
-    "standard": [(3.4445, -4.7750, 2.0315)] * _NUM_ITERATIONS,
+    "standard": [(3.4445, -4.7750, 2.0315)] * NUM_ITERATIONS,
     # Amsel et al. 2025 (Polar Express), with its safety factor: between 0.86 and 1.14.
     "polar_express": [
         (8.156554524902461, -22.48329292557795, 15.878769915207462),

@@ -59,7 +59,7 @@ def _scale_by_soap(config: OptimizerConfig, parameters: ParamSpecs) -> optax.Gra
     def init(params: optax.Params) -> SoapState:
         def zero_sides(name: str, parameter: jax.Array, side: str) -> jax.Array:
             shape = shapes[name]
-            size = _side(getattr(shape, side), config)
+            size = basis_size(getattr(shape, side), config)
             return jnp.zeros((shape.num_matrices, size, size), jnp.float32)
 
         def for_inputs(name: str, parameter: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def _scale_by_soap(config: OptimizerConfig, parameters: ParamSpecs) -> optax.Gra
     return optax.GradientTransformation(init, update)
 
 
-def _side(size: int, config: OptimizerConfig) -> int:
+def basis_size(size: int, config: OptimizerConfig) -> int:
     """Returns the size of a side's basis; 0 for one that is too long to have a basis."""
     return size if size <= config.soap.max_side else 0
 

@@ -170,7 +170,7 @@ def test_all_problems_of_a_plan_are_told_at_once_with_plans_that_work(configs):
     _, _, issues = planned(*arguments)
     text = remedies(issues)
     assert "differ outside of the model in learning_rate: 0.01 (a); 0.5 (d)" in text
-    assert "lr_sweep=2" in text
+    assert "tune=learning_rate" in text
     assert "within its warm-up of 6,000 steps" in text
     assert "warmup_steps=-1" in text
     _, _, issues = planned("a.yml", "b.yml", *LADDER, "warmup_steps=-1")
