@@ -53,10 +53,16 @@ class LadderOptions:
         None, "Number of rungs: train every configuration at so many sizes.", metavar="NUMBER"
     )
     from_: float | None = option(
-        None, "FLOPs of a run at the smallest rung.", read=parse_amount, accepts=_COMPUTES
+        None,
+        "FLOPs of a run at the smallest rung, met by the nearest size.",
+        read=parse_amount,
+        accepts=_COMPUTES,
     )
     to: float | None = option(
-        None, "FLOPs of a run at the largest rung.", read=parse_amount, accepts=_COMPUTES
+        None,
+        "FLOPs of a run at the largest rung, met by the nearest size.",
+        read=parse_amount,
+        accepts=_COMPUTES,
     )
     tokens_per_parameter: Annotated[float, Field(gt=0)] = option(
         20.0, "Training tokens per parameter of the first configuration, at every rung."
@@ -72,7 +78,7 @@ class LadderOptions:
         None, "Width per layer at every rung; by default that of the first configuration."
     )
     batch_exponent: Annotated[float, Field(ge=0, le=1)] = option(
-        0.383, "Batch size grows with the training tokens to this power, by powers of two."
+        0.383, "Batch size grows with the training tokens to this power; 0 keeps it."
     )
     horizon_exponent: Annotated[float, Field(ge=0, le=1)] = option(
         0.3, "Learning rates of larger rungs fall with the training tokens to this power."

@@ -327,8 +327,8 @@ def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
     return [
         f"  sizes: {request.sizes}; {request.tokens_per_parameter:g} tokens per parameter of "
         f"{rungs[0].rung.variants[0].label}, embeddings included",
-        f"  batch: tokens^{request.batch_exponent:g}, to a power of two; the smallest rung has "
-        "that of the file",
+        f"  batch: tokens^{request.batch_exponent:g}, to three binary digits; the smallest rung "
+        "has that of the file",
         f"  learning rate: {rate}",
     ]
 

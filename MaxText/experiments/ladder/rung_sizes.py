@@ -1,6 +1,7 @@
 """Widths and depths of a ladder's rungs, by a rule."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,9 +39,12 @@ _HEAD_KEYS = {
 }
 
 _ASPECT_FACTOR = 1.5  # by which a rung may depart from the aspect, to come near its parameters
-_ASPECT_WEIGHT = 0.5  # of a deviation from the aspect, against one in tokens per parameter
-_MAX_TOKENS_FACTOR = 1.5  # by which it may then depart from the tokens per parameter
-_SEARCH_FACTOR = 4.0  # sizes with so many times fewer tokens per parameter are not tried
+_MAX_COMPUTE_FACTOR = 1.5  # by which it may then depart from the FLOPs asked for
+_SEARCH_FACTOR = 4.0  # sizes that take so many times the FLOPs of the top rung are not tried
+# Fewest layers, unless the configuration has one: what two layers of attention do together, such
+# as induction (Olsson et al. 2022, arXiv:2209.11895), one does not, so that its loss is off the law
+# of the others.
+_MIN_DEPTH = 2
 # Steps by which computes move in the search for a plan that works.
 _MOVE = 1.04
 _MAX_MOVES = 200
@@ -110,9 +114,9 @@ def width_multiple(config: Config) -> int:
     return hardware_multiple(shape.base_emb_dim)
 
 
-def tokens_of_compute(measured: SolvedStage, compute: float) -> float:
-    """Returns the training tokens that FLOPs buy in a model."""
-    return compute * measured.tokens / measured.flops
+def compute_of_tokens(measured: SolvedStage, tokens: float) -> float:
+    """Returns the FLOPs of training tokens in a model."""
+    return tokens * measured.flops / measured.tokens
 
 
 class _SizeSearch:
@@ -126,6 +130,7 @@ class _SizeSearch:
         self._width = config.model.shape.base_emb_dim if options.sizes == DEPTH_ONLY else None
         self._aspect = options.aspect or Size.of(config).width / Size.of(config).depth
         self._multiple = width_multiple(config)
+        self._min_depth = min(Size.of(config).depth, _MIN_DEPTH)
         self.cost = functools.cache(self._cost)
 
     def _cost(self, size: Size) -> SolvedStage | None:
@@ -135,11 +140,11 @@ class _SizeSearch:
             return None
         return cost(resized[0].config, self._num_devices)
 
-    def tokens_per_parameter(self, size: Size, compute: float) -> float:
-        """Returns the training tokens that FLOPs buy at an allowed size, per parameter."""
+    def compute(self, size: Size) -> float:
+        """Returns the FLOPs of the tokens per parameter asked for, at an allowed size."""
         measured = self.cost(size)
         assert measured is not None
-        return tokens_of_compute(measured, compute) / measured.parameters
+        return compute_of_tokens(measured, self._ratio * measured.parameters)
 
     def _widths(self, depth: int) -> list[int]:
         if self._width is not None:
@@ -155,42 +160,53 @@ class _SizeSearch:
         most_layers = int(dict(all_keys()[DEPTH_KEY].bounds)["le"])
         sizes: list[Size] = []
         deepest = 0  # of the allowed ones
-        for depth in range(1, most_layers + 1):
+        for depth in range(self._min_depth, most_layers + 1):
             candidates = [Size(width, depth) for width in self._widths(depth)]
             allowed = [size for size in candidates if self.cost(size) is not None]
             sizes += allowed
-            ratios = [self.tokens_per_parameter(size, compute) for size in allowed]
+            computes = [self.compute(size) for size in allowed]
             deepest = depth if allowed else deepest
-            is_too_large = bool(ratios) and max(ratios) < self._ratio / _SEARCH_FACTOR
+            is_too_large = bool(computes) and min(computes) > compute * _SEARCH_FACTOR
             if is_too_large or depth - deepest >= _MAX_FORBIDDEN:
                 break
         return sizes
 
     def nearest(self, sizes: Sequence[Size], compute: float) -> Size:
-        """Returns the size nearest to the tokens per parameter and, less strictly, the aspect."""
+        """Returns the size nearest to the FLOPs and the aspect."""
 
         def distance(size: Size) -> float:
             aspect = 0.0 if self._width else math.log(size.width / size.depth / self._aspect)
-            return math.hypot(self._deviation(size, compute), _ASPECT_WEIGHT * aspect)
+            return math.hypot(self._deviation(size, compute), aspect)
 
         return min(sizes, key=distance)
 
     def _deviation(self, size: Size, compute: float) -> float:
-        return abs(math.log(self.tokens_per_parameter(size, compute) / self._ratio))
+        return abs(math.log(self.compute(size) / compute))
 
-    def fits(self, size: Size, compute: float) -> bool:
-        """Whether a size comes near enough to the tokens per parameter asked for."""
-        return self._deviation(size, compute) <= math.log(_MAX_TOKENS_FACTOR)
+    def problems(self, sizes: Sequence[Size], computes: Sequence[float]) -> list[str]:
+        """Returns what is wrong with the sizes of the rungs."""
+        problems = [
+            f"rung {number}: the nearest size to {compute:.3g} FLOPs, {self._describe(size)}, "
+            f"takes {self.compute(size):.3g} for {self._ratio:g} tokens per parameter"
+            for number, (size, compute) in enumerate(zip(sizes, computes, strict=True), 1)
+            if self._deviation(size, compute) > math.log(_MAX_COMPUTE_FACTOR)
+        ]
+        if problems:
+            return problems
+        return [
+            f"rungs {number} and {number + 1}: {low_compute:.3g} and {high_compute:.3g} FLOPs are "
+            f"nearest to {self._describe(low)} and {self._describe(high)}, which do not ascend"
+            for number, ((low, low_compute), (high, high_compute)) in enumerate(
+                itertools.pairwise(zip(sizes, computes, strict=True)), 1
+            )
+            if self.compute(low) >= self.compute(high)
+        ]
 
-    def describe(self, size: Size, compute: float) -> str:
-        """Returns what FLOPs buy at a size."""
+    def _describe(self, size: Size) -> str:
         measured = self.cost(size)
         assert measured is not None
-        return (
-            f"{compute:.3g} FLOPs buy {self.tokens_per_parameter(size, compute):.3g} tokens per "
-            f"parameter instead of {self._ratio:g} at the nearest size, width {size.width} and "
-            f"depth {size.depth} ({short_count(measured.parameters)} parameters)"
-        )
+        parameters = short_count(measured.parameters)
+        return f"width {size.width} and depth {size.depth} ({parameters} parameters)"
 
     def nearest_plan(self, computes: Sequence[float]) -> str:
         """Returns options that move all rungs by the smallest factor with which they fit."""
@@ -198,8 +214,9 @@ class _SizeSearch:
             for factor in (_MOVE**exponent, _MOVE**-exponent):
                 moved = [round_up(compute * factor) for compute in (computes[0], computes[-1])]
                 planned = np.geomspace(moved[0], moved[1], len(computes))
-                sizes = self.sizes(moved[1])
-                if all(self.fits(self.nearest(sizes, c), c) for c in planned):
+                allowed = self.sizes(moved[1])
+                sizes = [self.nearest(allowed, c) for c in planned]
+                if not self.problems(sizes, planned.tolist()):
                     return f"from={moved[0]:.2g} to={moved[1]:.2g}, or another aspect="
         return "another aspect=, a configuration with narrower heads, or sizes=FILE.yml"
 
@@ -213,9 +230,10 @@ def choose_sizes(
     """Returns the size of each rung, and what is wrong with them.
 
     Of the sizes whose width per layer is within a factor of 1.5 of the aspect, a rung has the one
-    with the least sum of squares of two deviations, in logarithms: of the tokens per parameter that
-    its FLOPs buy, and half of that of the aspect. Parameters and FLOPs are those of the first
-    configuration; every one must allow the size.
+    with the least sum of squares of two deviations, in logarithms: of its FLOPs with the tokens per
+    parameter of the ladder, and of its aspect. Parameters and FLOPs are those of the first
+    configuration; every one must allow the size. Rungs have at least two layers, unless the first
+    configuration has one.
 
     Args:
       variants: Configurations as in their files.
@@ -233,12 +251,8 @@ def choose_sizes(
         fact = ("write", "sizes=FILE.yml with a list of one mapping of keys per rung")
         return [], [ConfigIssue(message, ("command line",), (fact,))]
     sizes = [search.nearest(allowed, compute) for compute in computes]
-    misfits = [
-        f"rung {number}: {search.describe(size, compute)}"
-        for number, (size, compute) in enumerate(zip(sizes, computes, strict=True), 1)
-        if not search.fits(size, compute)
-    ]
-    if not misfits:
+    problems = search.problems(sizes, computes)
+    if not problems:
         return sizes, []
     fact = ("write", search.nearest_plan(computes))
-    return sizes, [ConfigIssue(message, ("command line",), (fact,)) for message in misfits]
+    return sizes, [ConfigIssue(message, ("command line",), (fact,)) for message in problems]

@@ -22,7 +22,7 @@ from MaxText.errors import UserError
 from MaxText.experiments.compare_args import SET_PER_RUN, STEPS
 from MaxText.experiments.ladder.ladder_args import MIN_RUNGS, MIN_SPAN, LadderOptions
 from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
-from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, resize, tokens_of_compute
+from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, compute_of_tokens, resize
 from MaxText.experiments.solver import cost, with_overrides
 from MaxText.experiments.tuning import with_key_factor
 from MaxText.experiments.variants import Variant
@@ -90,16 +90,19 @@ def plan_rungs(
     if isinstance(options.sizes, Path):
         listed = read_sizes(options.sizes)
         arms, issues = _listed_arms(listed, options.sizes, variants)
-        computes = [_compute_of(arm[0].config, options, num_devices) for arm in arms]
-        issues = issues or _listed_issues(options.sizes, computes)
     else:
         assert options.ladder is not None
         assert options.from_ is not None
         assert options.to is not None
         listed = [{}] * options.ladder
-        computes = [float(c) for c in np.geomspace(options.from_, options.to, options.ladder)]
-        sizes, issues = choose_sizes(variants, computes, options, num_devices)
+        spaced = np.geomspace(options.from_, options.to, options.ladder).tolist()
+        sizes, issues = choose_sizes(variants, spaced, options, num_devices)
         arms = [_resized(variants, size) for size in sizes]
+    costs = [cost(arm[0].config, num_devices) for arm in arms]
+    tokens = [options.tokens_per_parameter * measured.parameters for measured in costs]
+    computes = [compute_of_tokens(c, of_rung) for c, of_rung in zip(costs, tokens, strict=True)]
+    if isinstance(options.sizes, Path):
+        issues = issues or _listed_issues(options.sizes, computes)
     unknown = {v.config.optimizer.opt_type for v in variants if width_exponent(v.config) is None}
     if unknown and options.transfer == "scaled":
         message = f"transfer=scaled has no rule for opt_type={', '.join(sorted(unknown))}"
@@ -107,12 +110,11 @@ def plan_rungs(
         issues = [*issues, ConfigIssue(message, ("command line",), (fact,))]
     if issues:
         return [], issues
-    costs = [cost(arm[0].config, num_devices) for arm in arms]
-    tokens = [tokens_of_compute(c, compute) for c, compute in zip(costs, computes, strict=True)]
     rungs = []
     for index, (sized, keys) in enumerate(zip(arms, listed, strict=True)):
         growth = tokens[index] / tokens[0]
-        batch = 1 if keys.keys() & set(_BATCH_KEYS) else batch_factor(options, growth)
+        sets_batch = bool(keys.keys() & set(_BATCH_KEYS))
+        batch = 1.0 if sets_batch else batch_factor(options, variants, growth)
         horizon_factor = growth**-options.horizon_exponent
         scales_rate = options.transfer == "scaled" and RATE_KEY not in keys
         scaled = tuple(
@@ -145,17 +147,27 @@ def _resized(variants: Sequence[Variant], size: Size) -> list[Variant]:
     return [variant for variant in resized if variant is not None]
 
 
-def batch_factor(options: LadderOptions, growth: float) -> int:
-    """Returns the batch size relative to the smallest rung: a power of two near a power law.
+def batch_factor(options: LadderOptions, variants: Sequence[Variant], growth: float) -> float:
+    """Returns the batch size relative to the smallest rung: a power law, to three binary digits.
 
     The exponent of the training tokens is that of Power Lines (Bergsma et al. 2025,
-    arXiv:2505.13738) by default. A power of two keeps batches divisible by the devices.
+    arXiv:2505.13738) by default. Of the factors 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4 ..., those
+    are taken with which all batch sizes stay whole. A batch that only doubles would be up to 41 %
+    off, which bends the law; one to the nearest sequence would not divide into microbatches.
 
     Args:
       options: With batch_exponent.
+      variants: Configurations as in their files.
       growth: Training tokens relative to the smallest rung.
     """
-    return 2 ** max(round(options.batch_exponent * math.log2(growth)), 0)
+    ideal = max(growth**options.batch_exponent, 1.0)
+    stages = [stage for variant in variants for stage in variant.stages]
+    sizes = [flatten(stage)[name] for stage in stages for name in _batch_keys(stage)]
+    # Fractional sizes per device are whole only with the devices: multiples keep that.
+    common = math.gcd(*map(int, sizes)) if all(size == int(size) for size in sizes) else 1
+    smallest_unit = 1 / (common & -common)  # by the powers of two in all of them
+    unit = max(2.0 ** (math.floor(math.log2(ideal)) - 2), smallest_unit)
+    return round(ideal / unit) * unit
 
 
 def rate_factor(config: Config, width: int, batch: float, horizon_factor: float) -> float:
@@ -180,7 +192,12 @@ def width_exponent(config: Config) -> float | None:
     return WIDTH_EXPONENTS.get(config.optimizer.opt_type)
 
 
-def _scaled(arm: Variant, variant: Variant, batch: int, horizon_factor: float | None) -> Variant:
+def _batch_keys(config: Config) -> Sequence[str]:
+    """Returns the keys that are the batch size of a run, the final one first."""
+    return _BATCH_KEYS if config.batch.enable_rampup_batch_size else _BATCH_KEYS[:1]
+
+
+def _scaled(arm: Variant, variant: Variant, batch: float, horizon_factor: float | None) -> Variant:
     """Returns a sized variant with the batch size and learning rate of its rung.
 
     Args:
@@ -192,7 +209,7 @@ def _scaled(arm: Variant, variant: Variant, batch: int, horizon_factor: float | 
     stages = []
     for sized, stage in zip(arm.stages, variant.stages, strict=True):
         keys = flatten(sized)
-        changes = {name: keys[name] * batch for name in _BATCH_KEYS}
+        changes = {name: keys[name] * batch for name in _batch_keys(sized)}
         # The same validation text at every rung: eval_steps batches of the same size.
         changes[_EVAL_BATCH_KEY] = keys[_EVAL_BATCH_KEY] or keys[_BATCH_KEYS[0]]
         if horizon_factor is not None:
@@ -248,13 +265,6 @@ def _listed_arms(
                 issues.append(ConfigIssue(message, (str(path),), (fact,)))
             arms[-1].append(variant._replace(stages=tuple(s for s in stages if s is not None)))
     return ([], issues) if issues else (arms, [])
-
-
-def _compute_of(config: Config, options: LadderOptions, num_devices: int) -> float:
-    """Returns the FLOPs of a run with the tokens per parameter asked for."""
-    measured = cost(config, num_devices)
-    tokens = options.tokens_per_parameter * measured.parameters
-    return measured.flops / measured.tokens * tokens
 
 
 def _listed_issues(path: Path, computes: Sequence[float]) -> list[ConfigIssue]:

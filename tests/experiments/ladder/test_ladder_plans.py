@@ -18,15 +18,15 @@ from MaxText.experiments.ladder.learning_rate_sweep import (
     find_optimum,
 )
 from MaxText.experiments.ladder.rung_sizes import Size, resize
-from MaxText.experiments.ladder.rungs import plan_rungs
+from MaxText.experiments.ladder.rungs import batch_factor, plan_rungs
 from MaxText.experiments.machine_shares import split_machine
 from MaxText.experiments.solver import cost
 from MaxText.experiments.variants import expand_variants
 
 LADDER = (
     "ladder=5",
-    "from=1.5e9",
-    "to=1.5e11",
+    "from=1.6e10",
+    "to=1.6e12",
     "per_device_batch_size=1",
     "timings=0",
     "head_dim=8",
@@ -79,7 +79,8 @@ def test_rungs_have_equal_flops_and_one_shape_for_all_arms(configs):
     request, rungs, issues = planned("a.yml", "b.yml", *LADDER)
     assert not issues
     for index, solved in enumerate(rungs):
-        compute = 1.5e9 * 100 ** (index / 4)
+        compute = solved.rung.compute
+        assert 1 / 1.5 <= compute / (1.6e10 * 100 ** (index / 4)) <= 1.5
         sizes = {Size.of(variant.config) for variant in solved.rung.variants}
         assert len(sizes) == 1
         (size,) = sizes
@@ -90,7 +91,8 @@ def test_rungs_have_equal_flops_and_one_shape_for_all_arms(configs):
             assert total == pytest.approx(compute, rel=request.tolerance)
         baseline = solved.planned["a"]
         ratio = baseline.total("tokens") / baseline.stages[-1].parameters
-        assert 20 / 1.5 <= ratio <= 20 * 1.5
+        assert ratio == pytest.approx(20, rel=request.tolerance)
+        assert size.depth >= 2
     parameters = [solved.planned["a"].stages[-1].parameters for solved in rungs]
     assert parameters == sorted(parameters)
     text = "\n".join(plan_lines(request, rungs, 1))
@@ -124,16 +126,37 @@ def test_batches_and_learning_rates_follow_their_rules(configs):
     for solved in rungs:
         config = solved.rung.variants[0].config
         factor = config.batch.per_device_batch_size
-        assert factor == 2 ** round(math.log2(factor))
         growth = solved.planned["a"].total("tokens") / start
-        assert factor / 2**0.5 <= growth**0.5 * 1.02
-        assert factor * 2**0.5 >= growth**0.5 / 1.02
+        # Whole sequences, and from 4 on three binary digits.
+        assert abs(factor - growth**0.5) <= max(0.5, growth**0.5 / 8) * 1.02
+        assert factor == int(factor)
         rate = 1e-2 * (32 / Size.of(config).width) * factor**0.5 * growth**-0.3
         assert flatten(config)["learning_rate"] == pytest.approx(rate, rel=0.02)
         # The same validation text at every rung.
         assert flatten(config)["eval_per_device_batch_size"] == 1
         factors.append(factor)
     assert factors[-1] > factors[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ("per_device_batch_size=8", [1.0, 1.25, 1.5, 2.0, 2.5, 5.0, 10.0]),
+        ("per_device_batch_size=6", [1.0, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0]),
+        ("per_device_batch_size=0.5", [1.0, 1.0, 1.0, 2.0, 2.0, 5.0, 10.0]),
+        (
+            "per_device_batch_size=8 enable_rampup_batch_size=true per_device_batch_size_start=4 "
+            "per_device_batch_size_increment=2",
+            [1.0, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0],
+        ),
+    ],
+)
+def test_batches_follow_a_power_law_and_stay_whole(configs, sizes, expected):
+    request, problems = parse_args(["a.yml", "batch_exponent=1", *LADDER[:3], *sizes.split()])
+    assert not problems
+    variants = expand_variants(request)
+    growths = (1.0, 1.2, 1.4, 1.9, 2.45, 4.9, 9.6)
+    assert [batch_factor(request, variants, growth) for growth in growths] == expected
 
 
 def test_listed_sizes_set_keys_of_all_arms(configs):
@@ -185,7 +208,7 @@ def test_a_ladder_below_the_smallest_size_names_the_nearest_that_works(configs):
     _, rungs, issues = planned("a.yml", "ladder=5", "from=1e6", "to=1e8", *LADDER[3:])
     assert not rungs
     text = remedies(issues)
-    assert "rung 1: 1e+06 FLOPs buy" in text
+    assert "rung 1: the nearest size to 1e+06 FLOPs, width " in text
     options = re.findall(r"(?:from|to)=[^\s,]+", text)[:2]
     _, rungs, _ = planned("a.yml", "ladder=5", *options, *LADDER[3:])
     assert len(rungs) == 5
