@@ -20,7 +20,6 @@ from MaxText.experiments.arena import leaderboard, trials, verdict
 from MaxText.experiments.arena.arena_args import ArenaArgs
 from MaxText.experiments.arena.ledger import (
     BASELINE,
-    CALIBRATION,
     CandidateRow,
     FinalRow,
     Ledger,
@@ -137,7 +136,7 @@ class _Judging:
             row.name for row in self.ledger.candidates if self.ledger.verdict(row.name) is None
         ]
         try:
-            self._calibrate()
+            self._run_baseline()
             while waiting or active:
                 while waiting and not self._next_trials(active):
                     name = self._admit(waiting.pop(0))
@@ -181,18 +180,13 @@ class _Judging:
                 seconds[index].append(median)
         return [statistics.median(medians) for medians in seconds]
 
-    def _calibrate(self) -> None:
-        """Runs the baseline, and the baseline with other initial weights, for their noise."""
-        seeds = range(self.session.spec.calibration_seeds)
-        calibration_runs = [(owner, seed) for seed in seeds for owner in (BASELINE, CALIBRATION)]
-        if any(self._needs(*run) for run in calibration_runs):
-            self.log(f"calibration: {len(calibration_runs)} runs of the baseline")
-        while unfinished := [run for run in calibration_runs if self._needs(*run)]:
+    def _run_baseline(self) -> None:
+        """Runs the baseline's first seeds, whose scatter tells clear losers."""
+        runs = [(BASELINE, seed) for seed in range(self.session.spec.baseline_seeds)]
+        while unfinished := [run for run in runs if self._needs(*run)]:
             self._fill(unfinished)
             self._poll()
-        calibration = verdict.calibrate(self.ledger, self.session.test)
-        if calibration is not None:
-            self.log(str(calibration))
+        self.log(verdict.describe_noise(self.ledger))
 
     def _needs(self, owner: str, seed: int) -> bool:
         """Returns whether a run has no result yet."""
@@ -281,9 +275,9 @@ class _Judging:
         free = [slot for slot in range(self._jobs) if slot not in self._at_work]
         startable = [run for run in runs if run not in self._runs_at_work]
         for slot, (owner, seed) in zip(free, startable, strict=False):
-            steps_of = self.ledger.candidate(BASELINE if owner == CALIBRATION else owner)
-            assert steps_of is not None
-            trial = make_trial(self.session, owner, steps_of.steps, seed)
+            row = self.ledger.candidate(owner)
+            assert row is not None
+            trial = make_trial(self.session, owner, row.steps, seed)
             trials.end_orphan(trial)
             self.log(f"{trial.name}: started")
             self._at_work[slot] = TrialProcess(
@@ -297,7 +291,7 @@ class _Judging:
         """Returns the longest duration of a run; the baseline's own has none by default."""
         if self.session.spec.time_limit is not None:
             return self.session.spec.time_limit
-        if owner in (BASELINE, CALIBRATION):
+        if owner == BASELINE:
             return None
         slowest = max(row.duration for row in self.ledger.of(TrialRow, BASELINE))
         return _LIMIT_FACTOR * slowest + _LIMIT_EXTRA
@@ -318,7 +312,7 @@ class _Judging:
             if row is None:
                 continue
             del self._at_work[slot]
-            if row.owner in (BASELINE, CALIBRATION) and row.state != "completed":
+            if row.owner == BASELINE and row.state != "completed":
                 raise UserError(
                     f"{process.trial.name}: {'; '.join(row.reasons)}. A session needs a baseline "
                     f"whose runs complete; see {process.trial.log}."
@@ -333,7 +327,7 @@ class _Judging:
     def _stopped_clear_loser(self, process: TrialProcess) -> TrialRow | None:
         """Stops a run that is a clear loser; None if it is not."""
         trial = process.trial
-        if trial.owner in (BASELINE, CALIBRATION):
+        if trial.owner == BASELINE:
             return None
         rows = self.ledger.of(TrialRow, BASELINE)
         same_seed = next(row.evaluations for row in rows if row.seed == trial.seed)
@@ -434,7 +428,7 @@ def _unique_name(spec: str, taken: set[str]) -> str:
     module, class_name = split_part_spec(file)
     stem = class_name or Path(module).stem
     name = re.sub(r"[^\w.+-]+", "-", stem).strip("-.")[:_LONGEST_NAME] or "candidate"
-    if name in (BASELINE, CALIBRATION):
+    if name == BASELINE:
         name += "_1"
     number = 2
     unique = name

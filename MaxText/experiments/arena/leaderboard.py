@@ -14,6 +14,7 @@ HEADER = (
     "verdict",
     "difference, nats/token",
     "interval",
+    "sd of differences",
     "bits/byte",
     "seeds",
     "hidden half, nats/token",
@@ -43,10 +44,11 @@ def _cells(ledger: Ledger, row: CandidateRow, outcome: str) -> list[str]:
     decision = ledger.verdict(row.name)
     trials = ledger.of(TrialRow, row.name)
     cost = verdict.cost_of(ledger, row)
-    difference = interval = bits = ABSENT
+    difference = interval = std = bits = ABSENT
     if look is not None:
         difference = f"{-look.improvement:+.4f}"
         interval = f"{-look.high:+.4f} to {-look.low:+.4f}"
+        std = f"{look.std:.4f}"
         per_byte = verdict.bits_per_byte(-look.improvement, trials)
         bits = ABSENT if per_byte is None else f"{per_byte:+.4f}"
     hidden = ABSENT
@@ -58,6 +60,7 @@ def _cells(ledger: Ledger, row: CandidateRow, outcome: str) -> list[str]:
         outcome or "in progress",
         difference,
         interval,
+        std,
         bits,
         str(len(trials)),
         hidden,
@@ -87,9 +90,8 @@ def summary(session: Session, ledger: Ledger) -> list[str]:
         f"are repeated confidence intervals of {1 - 2 * session.test.level:.1%}, valid at whatever "
         "look a candidate stopped.",
     ]
-    calibration = verdict.calibrate(ledger, session.test)
-    if calibration is not None:
-        lines.append(f"Calibration: {calibration}.")
+    if verdict.baseline_std(ledger) is not None:
+        lines.append(f"Noise: {verdict.describe_noise(ledger)}.")
     lines += [f"{row.owner} {verdict.describe_final(row)}" for row in ledger.of(FinalRow)]
     return lines
 

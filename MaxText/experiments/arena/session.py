@@ -6,7 +6,6 @@ SESSION/
   baseline.yml              resolved configuration
   baseline/seed_0.yml       complete configuration of a run, for train.py
   baseline/seed_0/          run folder and train.log
-  calibration/seed_0/       the same data, other initial weights
   candidates/<name>/        examination.json, candidate.yml, source/, seed_0.yml, seed_0/, ...
   report.html               the leaderboard
 """
@@ -60,7 +59,7 @@ class SessionSpec:
     num_candidates: int
     min_effect: float
     max_seeds: int
-    calibration_seeds: int
+    baseline_seeds: int
     time_limit: float | None
     num_devices: int
 
