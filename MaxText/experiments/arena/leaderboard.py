@@ -1,13 +1,17 @@
 """The leaderboard of a session: report.html, one row per candidate that was ever submitted."""
 
+import json
 from pathlib import Path
 
 from MaxText.experiments.arena import verdict
 from MaxText.experiments.arena.ledger import BASELINE, CandidateRow, FinalRow, Ledger, TrialRow
 from MaxText.experiments.arena.session import Session
+from MaxText.experiments.arena.trials import make_trial
 from MaxText.formatting import ABSENT, format_operations, short_count
+from MaxText.reports.entries import COMPARISON_FILE
 from MaxText.reports.page import PageSection, PageTable
 from MaxText.reports.report_writer import write_page
+from MaxText.storage.atomic import atomic_write_text
 
 HEADER = (
     "candidate",
@@ -96,8 +100,8 @@ def summary(session: Session, ledger: Ledger) -> list[str]:
     return lines
 
 
-def write_leaderboard(session: Session, ledger: Ledger) -> Path:
-    """Writes the page of a session; returns its path."""
+def page_sections(session: Session, ledger: Ledger) -> list[PageSection]:
+    """Returns the leaderboard, and what candidates are and cost, as sections of a page."""
     rows = table_rows(session, ledger)
     sections = [PageSection("Leaderboard", summary(session, ledger))]
     if rows:
@@ -122,4 +126,20 @@ def write_leaderboard(session: Session, ledger: Ledger) -> Path:
         cost = verdict.cost_of(ledger, baseline)
         facts = {name.replace("_", " "): f"{amount:,.4g}" for name, amount in cost.items()}
         sections.append(PageSection("Cost of the baseline", facts=facts))
+    return sections
+
+
+def write_leaderboard(session: Session, ledger: Ledger) -> Path:
+    """Writes report.html, and the groups by which report.py draws the runs; returns the page."""
+    owners = dict.fromkeys(row.owner for row in ledger.of(TrialRow))
+    groups = {
+        owner: [
+            str(make_trial(session, owner, 0, row.seed).folder.relative_to(session.folder))
+            for row in ledger.of(TrialRow, owner)
+        ]
+        for owner in owners
+    }
+    content = json.dumps({"groups": groups}, indent=1)
+    atomic_write_text(session.folder / COMPARISON_FILE, f"{content}\n")
+    sections = page_sections(session, ledger)
     return write_page(sections, session.folder, title=f"Arena: {session.folder.name}")

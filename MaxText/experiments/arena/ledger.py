@@ -31,7 +31,7 @@ class CandidateRow:
       name: Unique in the session; also names its folder.
       spec: As the user wrote it.
       source_hash: Of its resolved keys and the contents of its files; "" if it could not be read.
-      files: Source file -> SHA-256.
+      files: Source file of the user's code -> SHA-256.
       changes: Key -> value of the baseline and of the candidate, as YAML.
       reasons: Why it was refused; empty if it was not.
       cost: Fields of CountedCost; None if it was refused before.

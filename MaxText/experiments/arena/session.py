@@ -162,6 +162,12 @@ def load_baseline(args: ArenaArgs) -> Config:
     if config.data.dataset_type == "synthetic":
         message = "dataset_type=synthetic: random tokens have no validation text"
         issues.append(ConfigIssue(message, ("baseline",)))
+    if not config.model.attention.causal:
+        message = "causal=false: the arena measures how well the next token is predicted"
+        if config.masking.mlm_training:
+            message = "mlm_training=true: the arena measures the next token, not masked tokens"
+        write = "compare.py baseline.yml candidate.yml, which compares such models"
+        issues.append(ConfigIssue(message, ("baseline",), (("write", write),)))
     if issues:
         raise ConfigurationError(issues)
     return config

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -358,7 +359,9 @@ def measure_seconds(
         raise UserError(f"its steps hang: no end within {time_limit:,.0f} s")
     if code:
         raise UserError(f"its timing run exited with code {code}: {tail(trial.log, 1).strip(' |')}")
-    return statistics.median(execution.read_step_seconds(folder, row.name))
+    seconds = statistics.median(execution.read_step_seconds(folder, row.name))
+    shutil.rmtree(folder)  # so that reports show whole runs only
+    return seconds
 
 
 def _process_file(trial: ArenaTrial) -> Path:

@@ -126,7 +126,7 @@ def test_the_noise_of_the_baseline_is_reported(ledger):
 
 @pytest.mark.parametrize(
     ("improvement", "num_seeds", "outcome"),
-    [(0.3, 4, "keep"), (-0.1, 4, "discard"), (0.2, 3, None), (0.01, 4, "undecided")],
+    [(0.3, 4, "keep"), (-0.1, 4, "discard"), (0.12, 3, None), (0.01, 4, "undecided")],
 )
 def test_a_look_decides(ledger, improvement, num_seeds, outcome):
     test = SequentialTest(level=0.0025, max_seeds=4)
