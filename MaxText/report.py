@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -18,6 +19,9 @@ from MaxText.config.keys import Count
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import option, read_options
 from MaxText.errors import UserError
+
+if TYPE_CHECKING:
+    from MaxText.reports.page import PageSection
 
 
 def _folder(text: str) -> Path:
@@ -37,7 +41,8 @@ between runs. Works on finished and on active runs. How to read it: docs/how-to/
   python MaxText/report.py runs/comparison                   all runs in a folder, at any depth
   python MaxText/report.py runs/quickstart watch=60          again every minute while it runs
 
-RUN is the folder of a run (base_output_directory/run_name), or a folder of runs.
+RUN is the folder of a run (base_output_directory/run_name), or a folder of runs. That of
+an arena.py session shows its leaderboard first.
 """
 
 
@@ -118,11 +123,26 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
         selection.runs,
         output_folder(runs, options),
         groups=selection.groups,
+        leading=leaderboards(runs),
         warnings=selection.problems,
         refresh=(options.watch or 0) if is_running else 0,
     )
     print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n")
     return is_running
+
+
+def leaderboards(runs: Sequence[str]) -> list["PageSection"]:
+    """Returns the sections of those folders that are sessions of arena.py."""
+    from MaxText.experiments.arena.leaderboard import page_sections
+    from MaxText.experiments.arena.ledger import open_ledger
+    from MaxText.experiments.arena.session import load_session
+
+    sections = []
+    for run in runs:
+        session = load_session(Path(run).expanduser())
+        if session is not None:
+            sections += page_sections(session, open_ledger(session.folder, writes=False))
+    return sections
 
 
 def main() -> None:

@@ -678,7 +678,7 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
         return FileLock(folder / _LOCK, timeout=0).acquire()
     except Timeout:
         raise UserError(
-            f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
+            f"{folder} is locked by another process. Wait for it, stop it, or set "
             "output= to another folder."
         ) from None
     except OSError as error:

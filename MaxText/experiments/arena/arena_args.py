@@ -81,9 +81,10 @@ class ArenaOptions:
     min_effect: Annotated[float, Field(ge=0)] = option(
         0.0, "Improvement that a candidate must exceed, in nats per token."
     )
-    max_seeds: Annotated[int, Field(ge=2)] = option(10, "Most seeds of a candidate.")
-    calibration_seeds: Annotated[int, Field(ge=2)] = option(
-        4, "Seeds with which the baseline's noise is measured first."
+    # At least FIRST_LOOK of sequential_test.py, which imports scipy.
+    max_seeds: Annotated[int, Field(ge=3)] = option(10, "Most seeds of a candidate.")
+    baseline_seeds: Annotated[int, Field(ge=2)] = option(
+        4, "Seeds of the baseline that run first, and show its noise."
     )
     time_limit: float | None = option(
         None,

@@ -196,7 +196,7 @@ def _read(spec: str, baseline: Config, keys: Sequence[str], guard: Guard) -> Can
     reasons += _registered_data(config)
     if reasons:
         raise CandidateRefusedError([*guard.problems(), *reasons])
-    files = {path: _sha256(path) for path in imported}
+    files = hash_files(imported)
     return Candidate(
         label=label,
         spec=spec,
@@ -332,11 +332,16 @@ def configuration_hash(config: Config, files: Mapping[str, str]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def hash_files(paths: Sequence[str]) -> dict[str, str]:
+    """Returns source files with their SHA-256."""
+    return {path: _sha256(path) for path in paths}
+
+
 def changed_files(files: Mapping[str, str]) -> list[str]:
     """Returns the source files that have other contents now, or are gone.
 
     Args:
-      files: Source file -> SHA-256, as of Candidate.
+      files: Source file -> SHA-256, as `hash_files` returns.
     """
     return [
         path

@@ -45,12 +45,15 @@ def load_examination(folder: Path) -> CandidateRow | None:
 
 def examine_baseline(session: Session) -> CandidateRow:
     """Returns the baseline with its cost, or with reasons that it is none; prepares its data."""
-    from MaxText.experiments.arena.candidates import configuration_hash
+    from MaxText.experiments.arena.candidates import configuration_hash, hash_files
     from MaxText.experiments.arena.counted_cost import count_cost
+    from MaxText.experiments.arena.isolation import source_files
     from MaxText.experiments.arena.text_overlap import check_validation_text
     from MaxText.input_pipeline.data_sources import prepare_sources
 
+    earlier_files = set(source_files())
     config = session.load_baseline()
+    files = hash_files([path for path in source_files() if path not in earlier_files])
     try:
         prepare_sources(config)
         check_validation_text(config, log=_log)
@@ -64,7 +67,8 @@ def examine_baseline(session: Session) -> CandidateRow:
     return CandidateRow(
         name=BASELINE,
         spec="",
-        source_hash=configuration_hash(config, {}),
+        source_hash=configuration_hash(config, files),
+        files=files,
         cost=dataclasses.asdict(cost),
         steps=steps,
     )
@@ -82,7 +86,11 @@ def examine_candidate(session: Session, folder: Path, spec: str) -> CandidateRow
       folder: Of the candidate; gets its configuration and source.
       spec: As the user wrote it.
     """
-    from MaxText.experiments.arena.candidates import CandidateRefusedError, read_candidate
+    from MaxText.experiments.arena.candidates import (
+        CandidateRefusedError,
+        configuration_hash,
+        read_candidate,
+    )
 
     baseline = session.load_baseline()
     try:
@@ -99,7 +107,8 @@ def examine_candidate(session: Session, folder: Path, spec: str) -> CandidateRow
     )
     baseline_row = ledger.candidate(BASELINE)
     assert baseline_row is not None
-    if candidate.source_hash == baseline_row.source_hash:
+    # The baseline's own files are imported already, so that no candidate's hash contains them.
+    if candidate.source_hash == configuration_hash(baseline, {}):
         return dataclasses.replace(row, reasons=("it is the baseline: no key and no code differs",))
     if any(row.source_hash == earlier.source_hash for earlier in ledger.candidates):
         return row  # answered from the ledger

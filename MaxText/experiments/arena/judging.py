@@ -18,9 +18,9 @@ from MaxText.config.registry import split_part_spec
 from MaxText.errors import UserError
 from MaxText.experiments.arena import leaderboard, trials, verdict
 from MaxText.experiments.arena.arena_args import ArenaArgs
+from MaxText.experiments.arena.candidates import changed_files
 from MaxText.experiments.arena.ledger import (
     BASELINE,
-    CALIBRATION,
     CandidateRow,
     FinalRow,
     Ledger,
@@ -35,7 +35,8 @@ from MaxText.experiments.arena.sequential_test import FIRST_LOOK
 from MaxText.experiments.arena.session import Session, load_baseline, load_session, open_session
 from MaxText.experiments.arena.trials import TrialProcess, candidate_folder, make_trial
 from MaxText.experiments.execution import (
-    count_devices,
+    DeviceCount,
+    find_devices,
     lock_folder,
     signals_as_exceptions,
     subprocess_env,
@@ -67,7 +68,8 @@ def judge(args: ArenaArgs, log: Log, report: Report) -> list[verdict.Verdict]:
     with signals_as_exceptions(), lock_folder(args.output):
         stored = load_session(args.output)
         config = load_baseline(args) if stored is None else stored.load_baseline()
-        num_devices = _devices_per_run(config.run.hardware, args.options.jobs)
+        devices = find_devices(config.run.hardware)
+        num_devices = _devices_per_run(devices, args.options.jobs)
         session = open_session(args, num_devices)
         budget = session.spec.budget
         if args.options.jobs > 1 and budget is not None and budget.unit == "seconds":
@@ -79,7 +81,7 @@ def judge(args: ArenaArgs, log: Log, report: Report) -> list[verdict.Verdict]:
             session,
             open_ledger(args.output),
             trusted=config.run.import_modules,
-            hardware=config.run.hardware,
+            platform=devices.platform,
             jobs=args.options.jobs,
             log=log,
             report=report,
@@ -103,7 +105,7 @@ class _Judging:
         ledger: Ledger,
         *,
         trusted: Sequence[str],
-        hardware: str,
+        platform: str,
         jobs: int,
         log: Log,
         report: Report,
@@ -114,7 +116,7 @@ class _Judging:
           session: Of the candidates.
           ledger: Of the session.
           trusted: Modules of the baseline.
-          hardware: Of the runs.
+          platform: Of the devices.
           jobs: Runs at once.
           log: Gets lines about the progress.
           report: Gets verdicts.
@@ -123,7 +125,7 @@ class _Judging:
         self.ledger = ledger
         self.log = log
         self._trusted = trusted
-        self._hardware = hardware
+        self._platform = platform
         self._jobs = jobs
         self._report = report
         self._at_work: dict[int, TrialProcess] = {}  # by slot
@@ -137,9 +139,10 @@ class _Judging:
             row.name for row in self.ledger.candidates if self.ledger.verdict(row.name) is None
         ]
         try:
-            self._calibrate()
+            self._run_baseline()
             while waiting or active:
-                while waiting and not self._next_trials(active):
+                # With a free job, so that steps are not timed beside a run.
+                while waiting and self._free_slots and not self._next_trials(active):
                     name = self._admit(waiting.pop(0))
                     if name is not None and name not in active:
                         active.append(name)
@@ -150,8 +153,14 @@ class _Judging:
         return self._verdicts
 
     def _examine_baseline(self) -> None:
-        """Counts the baseline's cost, once."""
-        if self.ledger.candidate(BASELINE) is not None:
+        """Counts the baseline's cost, once; later, raises UserError if its code has changed."""
+        row = self.ledger.candidate(BASELINE)
+        if row is not None:
+            if files := changed_files(row.files):
+                raise UserError(
+                    f"the baseline's code has changed since the session began: {', '.join(files)}. "
+                    "Restore it, or set output= to another folder, which is a session of its own."
+                )
             return
         self.log("examining the baseline")
         session = self.session
@@ -181,18 +190,13 @@ class _Judging:
                 seconds[index].append(median)
         return [statistics.median(medians) for medians in seconds]
 
-    def _calibrate(self) -> None:
-        """Runs the baseline, and the baseline with other initial weights, for their noise."""
-        seeds = range(self.session.spec.calibration_seeds)
-        calibration_runs = [(owner, seed) for seed in seeds for owner in (BASELINE, CALIBRATION)]
-        if any(self._needs(*run) for run in calibration_runs):
-            self.log(f"calibration: {len(calibration_runs)} runs of the baseline")
-        while unfinished := [run for run in calibration_runs if self._needs(*run)]:
-            self._fill(unfinished)
+    def _run_baseline(self) -> None:
+        """Runs the baseline's first seeds, whose scatter tells clear losers."""
+        runs = [(BASELINE, seed) for seed in range(self.session.spec.baseline_seeds)]
+        while unfinished := [run for run in runs if self._needs(*run)]:
+            self._fill(self._startable(unfinished))
             self._poll()
-        calibration = verdict.calibrate(self.ledger, self.session.test)
-        if calibration is not None:
-            self.log(str(calibration))
+        self.log(verdict.describe_noise(self.ledger))
 
     def _needs(self, owner: str, seed: int) -> bool:
         """Returns whether a run has no result yet."""
@@ -252,14 +256,41 @@ class _Judging:
         return baseline
 
     def _next_trials(self, active: Sequence[str]) -> list[tuple[str, int]]:
-        """Returns runs that the next looks need and that are not at work, first ones first."""
+        """Returns runs that the next looks need and that can be started, first ones first."""
         needed: dict[tuple[str, int], None] = {}
         for name in active:
             for seed in range(self._num_seeds_of_next_look(name)):
                 for owner in (BASELINE, name):
                     if self._needs(owner, seed):
                         needed[owner, seed] = None
-        return [run for run in needed if run not in self._runs_at_work]
+        return self._startable(list(needed))
+
+    def _startable(self, runs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Returns the runs that can be started now.
+
+        The first run of a candidate goes alone: it compiles the programs that its others then load
+        from the cache, and a candidate that fails does so once.
+
+        Args:
+          runs: Owners and seeds, in order.
+        """
+        at_work = self._runs_at_work
+        first_at_work = {owner for owner, _ in at_work}
+        startable = []
+        for owner, seed in runs:
+            if (owner, seed) in at_work:
+                continue
+            if not self.ledger.of(TrialRow, owner):
+                if owner in first_at_work:
+                    continue
+                first_at_work.add(owner)
+            startable.append((owner, seed))
+        return startable
+
+    @property
+    def _free_slots(self) -> list[int]:
+        """Jobs without a process."""
+        return [slot for slot in range(self._jobs) if slot not in self._at_work]
 
     @property
     def _runs_at_work(self) -> set[tuple[str, int]]:
@@ -277,13 +308,11 @@ class _Judging:
         return [name for name in active if not self._decide(name)]
 
     def _fill(self, runs: Sequence[tuple[str, int]]) -> None:
-        """Starts runs on free slots."""
-        free = [slot for slot in range(self._jobs) if slot not in self._at_work]
-        startable = [run for run in runs if run not in self._runs_at_work]
-        for slot, (owner, seed) in zip(free, startable, strict=False):
-            steps_of = self.ledger.candidate(BASELINE if owner == CALIBRATION else owner)
-            assert steps_of is not None
-            trial = make_trial(self.session, owner, steps_of.steps, seed)
+        """Starts runs, as `_startable` returns them, on free slots."""
+        for slot, (owner, seed) in zip(self._free_slots, runs, strict=False):
+            row = self.ledger.candidate(owner)
+            assert row is not None
+            trial = make_trial(self.session, owner, row.steps, seed)
             trials.end_orphan(trial)
             self.log(f"{trial.name}: started")
             self._at_work[slot] = TrialProcess(
@@ -297,14 +326,14 @@ class _Judging:
         """Returns the longest duration of a run; the baseline's own has none by default."""
         if self.session.spec.time_limit is not None:
             return self.session.spec.time_limit
-        if owner in (BASELINE, CALIBRATION):
+        if owner == BASELINE:
             return None
         slowest = max(row.duration for row in self.ledger.of(TrialRow, BASELINE))
         return _LIMIT_FACTOR * slowest + _LIMIT_EXTRA
 
     def _environment(self, slot: int) -> Mapping[str, str] | None:
         """Returns the environment of a run, with its share of the GPUs."""
-        if self._jobs == 1 or self._hardware != "gpu":
+        if self._jobs == 1 or self._platform != "gpu":
             return None
         first = slot * self.session.spec.num_devices
         devices = _visible_gpus(first + self.session.spec.num_devices)[first:]
@@ -318,7 +347,7 @@ class _Judging:
             if row is None:
                 continue
             del self._at_work[slot]
-            if row.owner in (BASELINE, CALIBRATION) and row.state != "completed":
+            if row.owner == BASELINE and row.state != "completed":
                 raise UserError(
                     f"{process.trial.name}: {'; '.join(row.reasons)}. A session needs a baseline "
                     f"whose runs complete; see {process.trial.log}."
@@ -333,7 +362,7 @@ class _Judging:
     def _stopped_clear_loser(self, process: TrialProcess) -> TrialRow | None:
         """Stops a run that is a clear loser; None if it is not."""
         trial = process.trial
-        if trial.owner in (BASELINE, CALIBRATION):
+        if trial.owner == BASELINE:
             return None
         rows = self.ledger.of(TrialRow, BASELINE)
         same_seed = next(row.evaluations for row in rows if row.seed == trial.seed)
@@ -410,17 +439,16 @@ class _Judging:
         return measurement.loss
 
 
-def _devices_per_run(hardware: str, jobs: int) -> int:
+def _devices_per_run(devices: DeviceCount, jobs: int) -> int:
     """Returns the devices of each run; raises UserError if they cannot be divided."""
-    present = count_devices(hardware)
-    if jobs == 1 or hardware == "cpu":
-        return present
-    if hardware != "gpu" or present % jobs:
+    if jobs == 1 or devices.platform == "cpu":
+        return devices.count
+    if devices.platform != "gpu" or devices.count % jobs:
         raise UserError(
-            f"jobs={jobs}: this machine has {present} {hardware} devices, which runs cannot share. "
-            "Set jobs=1, or a divisor of the number of GPUs."
+            f"jobs={jobs}: this machine has {devices.count} {devices.platform} devices, which runs "
+            "cannot share. Set jobs=1, or a divisor of the number of GPUs."
         )
-    return present // jobs
+    return devices.count // jobs
 
 
 def _visible_gpus(count: int) -> list[str]:
@@ -434,7 +462,7 @@ def _unique_name(spec: str, taken: set[str]) -> str:
     module, class_name = split_part_spec(file)
     stem = class_name or Path(module).stem
     name = re.sub(r"[^\w.+-]+", "-", stem).strip("-.")[:_LONGEST_NAME] or "candidate"
-    if name in (BASELINE, CALIBRATION):
+    if name == BASELINE:
         name += "_1"
     number = 2
     unique = name

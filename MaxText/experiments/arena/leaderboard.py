@@ -1,19 +1,24 @@
 """The leaderboard of a session: report.html, one row per candidate that was ever submitted."""
 
+import json
 from pathlib import Path
 
 from MaxText.experiments.arena import verdict
 from MaxText.experiments.arena.ledger import BASELINE, CandidateRow, FinalRow, Ledger, TrialRow
 from MaxText.experiments.arena.session import Session
+from MaxText.experiments.arena.trials import make_trial
 from MaxText.formatting import ABSENT, format_operations, short_count
+from MaxText.reports.entries import COMPARISON_FILE
 from MaxText.reports.page import PageSection, PageTable
 from MaxText.reports.report_writer import write_page
+from MaxText.storage.atomic import atomic_write_text
 
 HEADER = (
     "candidate",
     "verdict",
     "difference, nats/token",
     "interval",
+    "sd of differences",
     "bits/byte",
     "seeds",
     "hidden half, nats/token",
@@ -43,10 +48,11 @@ def _cells(ledger: Ledger, row: CandidateRow, outcome: str) -> list[str]:
     decision = ledger.verdict(row.name)
     trials = ledger.of(TrialRow, row.name)
     cost = verdict.cost_of(ledger, row)
-    difference = interval = bits = ABSENT
+    difference = interval = std = bits = ABSENT
     if look is not None:
         difference = f"{-look.improvement:+.4f}"
         interval = f"{-look.high:+.4f} to {-look.low:+.4f}"
+        std = f"{look.std:.4f}"
         per_byte = verdict.bits_per_byte(-look.improvement, trials)
         bits = ABSENT if per_byte is None else f"{per_byte:+.4f}"
     hidden = ABSENT
@@ -58,6 +64,7 @@ def _cells(ledger: Ledger, row: CandidateRow, outcome: str) -> list[str]:
         outcome or "in progress",
         difference,
         interval,
+        std,
         bits,
         str(len(trials)),
         hidden,
@@ -87,15 +94,14 @@ def summary(session: Session, ledger: Ledger) -> list[str]:
         f"are repeated confidence intervals of {1 - 2 * session.test.level:.1%}, valid at whatever "
         "look a candidate stopped.",
     ]
-    calibration = verdict.calibrate(ledger, session.test)
-    if calibration is not None:
-        lines.append(f"Calibration: {calibration}.")
+    if verdict.baseline_std(ledger) is not None:
+        lines.append(f"Noise: {verdict.describe_noise(ledger)}.")
     lines += [f"{row.owner} {verdict.describe_final(row)}" for row in ledger.of(FinalRow)]
     return lines
 
 
-def write_leaderboard(session: Session, ledger: Ledger) -> Path:
-    """Writes the page of a session; returns its path."""
+def page_sections(session: Session, ledger: Ledger) -> list[PageSection]:
+    """Returns the leaderboard, and what candidates are and cost, as sections of a page."""
     rows = table_rows(session, ledger)
     sections = [PageSection("Leaderboard", summary(session, ledger))]
     if rows:
@@ -120,4 +126,20 @@ def write_leaderboard(session: Session, ledger: Ledger) -> Path:
         cost = verdict.cost_of(ledger, baseline)
         facts = {name.replace("_", " "): f"{amount:,.4g}" for name, amount in cost.items()}
         sections.append(PageSection("Cost of the baseline", facts=facts))
+    return sections
+
+
+def write_leaderboard(session: Session, ledger: Ledger) -> Path:
+    """Writes report.html, and the groups by which report.py draws the runs; returns the page."""
+    owners = dict.fromkeys(row.owner for row in ledger.of(TrialRow))
+    groups = {
+        owner: [
+            str(make_trial(session, owner, 0, row.seed).folder.relative_to(session.folder))
+            for row in ledger.of(TrialRow, owner)
+        ]
+        for owner in owners
+    }
+    content = json.dumps({"groups": groups}, indent=1)
+    atomic_write_text(session.folder / COMPARISON_FILE, f"{content}\n")
+    sections = page_sections(session, ledger)
     return write_page(sections, session.folder, title=f"Arena: {session.folder.name}")

@@ -18,7 +18,6 @@ from MaxText.monitoring.json_lines import JsonlFile, read_rows
 FILE = "ledger.jsonl"
 # Owners of runs that belong to no candidate.
 BASELINE = "baseline"
-CALIBRATION = "calibration"  # the baseline with other initial weights
 
 Outcome = Literal["keep", "discard", "undecided", "refused"]
 TrialState = Literal["completed", "diverged", "failed", "stopped", "refused"]
@@ -32,7 +31,7 @@ class CandidateRow:
       name: Unique in the session; also names its folder.
       spec: As the user wrote it.
       source_hash: Of its resolved keys and the contents of its files; "" if it could not be read.
-      files: Source file -> SHA-256.
+      files: Source file of the user's code -> SHA-256.
       changes: Key -> value of the baseline and of the candidate, as YAML.
       reasons: Why it was refused; empty if it was not.
       cost: Fields of CountedCost; None if it was refused before.
@@ -57,8 +56,8 @@ class TrialRow:
     """One run that has ended.
 
     Attributes:
-      owner: Name of the candidate, BASELINE or CALIBRATION.
-      seed: Of the order of the data, and of the initial weights unless it is of the calibration.
+      owner: Name of the candidate, or BASELINE.
+      seed: Of the order of the data and of the initial weights.
       state: What became of it; `stopped` is a clear loser.
       loss: Validation loss in nats per token, as the session measures it; None if not completed.
       bytes_per_token: UTF-8 bytes per target of the validation text; None if unknown.
@@ -92,7 +91,6 @@ class LookRow:
     high: float
     predictive_power: float
     std: float  # of a paired difference
-    degrees_of_freedom: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ SESSION/
   baseline.yml              resolved configuration
   baseline/seed_0.yml       complete configuration of a run, for train.py
   baseline/seed_0/          run folder and train.log
-  calibration/seed_0/       the same data, other initial weights
   candidates/<name>/        examination.json, candidate.yml, source/, seed_0.yml, seed_0/, ...
   report.html               the leaderboard
 """
@@ -60,7 +59,7 @@ class SessionSpec:
     num_candidates: int
     min_effect: float
     max_seeds: int
-    calibration_seeds: int
+    baseline_seeds: int
     time_limit: float | None
     num_devices: int
 
@@ -163,6 +162,12 @@ def load_baseline(args: ArenaArgs) -> Config:
     if config.data.dataset_type == "synthetic":
         message = "dataset_type=synthetic: random tokens have no validation text"
         issues.append(ConfigIssue(message, ("baseline",)))
+    if not config.model.attention.causal:
+        message = "causal=false: the arena measures how well the next token is predicted"
+        if config.masking.mlm_training:
+            message = "mlm_training=true: the arena measures the next token, not masked tokens"
+        write = "compare.py baseline.yml candidate.yml, which compares such models"
+        issues.append(ConfigIssue(message, ("baseline",), (("write", write),)))
     if issues:
         raise ConfigurationError(issues)
     return config

@@ -8,6 +8,7 @@ RealNews in near-duplicates among the training text. So only a larger share is a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ MAX_SHARE = 0.2  # of windows
 _MIN_DISTINCT = 12  # different tokens of a window that counts
 _MAX_TOKENS = 500_000_000  # of the training text that are looked through
 CHUNK = 2**22  # tokens read at a time
+_FILTER_BITS = 24  # of a hash, by which nearly all windows of the training text are passed over
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _BASE_INVERSE = pow(_BASE, -1, 2**64)
 
@@ -96,6 +98,10 @@ def find_overlap(
     hashes = [_counted_hashes(_read(store, 0, len(store))) for store in validation]
     validation_hashes = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
     is_found = np.zeros(len(validation_hashes), bool)
+    # Sorting every chunk would take most of the time, and hardly any window is found.
+    shift = np.uint64(64 - _FILTER_BITS)  # the low bits of the hash depend on those of tokens alone
+    may_be_found = np.zeros(2**_FILTER_BITS, bool)
+    may_be_found[validation_hashes >> shift] = True
     num_tokens = 0
     is_complete = True
     for store in training:
@@ -105,7 +111,7 @@ def find_overlap(
                 break
             end = min(first + chunk + WINDOW - 1, len(store))
             rolling = rolling_hashes(_read(store, first, end))
-            is_found |= np.isin(validation_hashes, rolling)
+            is_found |= np.isin(validation_hashes, rolling[may_be_found[rolling >> shift]])
             num_tokens += end - first
     return TextOverlap(len(validation_hashes), int(is_found.sum()), num_tokens, is_complete)
 
@@ -142,6 +148,7 @@ def rolling_hashes(tokens_N: np.ndarray) -> np.ndarray:
     return sums * _powers(_BASE_INVERSE, len(sums))
 
 
+@functools.lru_cache(maxsize=4)  # of both bases, for whole chunks and for the last one
 def _powers(base: int, count: int) -> np.ndarray:
     """Returns 1, b, b^2, ... modulo 2^64."""
     factors = np.full(count, base, np.uint64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -21,7 +22,6 @@ from MaxText.experiments.arena import examination
 from MaxText.experiments.arena.guarded_process import REFUSED, train_command
 from MaxText.experiments.arena.ledger import (
     BASELINE,
-    CALIBRATION,
     CandidateRow,
     TrialRow,
     TrialState,
@@ -35,7 +35,6 @@ from MaxText.runtime.start_up import FAST_COMPILATION
 from MaxText.storage.atomic import atomic_write_text
 
 NUM_EVALUATIONS = 4  # of a run, after equal shares of its steps
-_OTHER_WEIGHTS = 1_000_003  # added to the seed of the initial weights of calibration runs
 _MAX_RESTARTS = 2  # of a run that the machine, not the candidate, has ended
 _STORAGE_FAILED = "error: storage failed"
 # Keys of every run of a session, whatever its configuration says.
@@ -62,8 +61,8 @@ class ArenaTrial:
     """One run of a session.
 
     Attributes:
-      owner: Name of a candidate, BASELINE or CALIBRATION.
-      seed: Of the order of the data.
+      owner: Name of a candidate, or BASELINE.
+      seed: Of the order of the data and of the initial weights.
       steps: Of the run.
       source: Resolved configuration of its owner.
       folder: Run folder; the configuration lies next to it.
@@ -97,8 +96,8 @@ def candidate_folder(session: Session, name: str) -> Path:
 
 
 def make_trial(session: Session, owner: str, steps: int, seed: int) -> ArenaTrial:
-    """Returns a run of a candidate, of the baseline, or of the calibration."""
-    if owner in (BASELINE, CALIBRATION):
+    """Returns a run of a candidate, or of the baseline."""
+    if owner == BASELINE:
         folder = session.folder / owner
         source = session.baseline_path
     else:
@@ -117,12 +116,11 @@ def write_trial_config(trial: ArenaTrial, overrides: Mapping[str, Any] = {}) -> 
     # Plain YAML: this process does not know the keys of a candidate's parts.
     keys = yaml.safe_load(trial.source.read_text(encoding="utf-8"))
     keys |= steps_changes(keys, trial.steps) | _KEYS
-    weights_seed = trial.seed + _OTHER_WEIGHTS * (trial.owner == CALIBRATION)
     keys |= {
         "run_name": trial.folder.name,
         "base_output_directory": str(trial.folder.parent.absolute()),
         "data_shuffle_seed": trial.seed,
-        "init_weights_seed": weights_seed,
+        "init_weights_seed": trial.seed,
         "eval_interval": -(-trial.steps // NUM_EVALUATIONS),
     }
     keys |= overrides
@@ -363,7 +361,9 @@ def measure_seconds(
         raise UserError(f"its steps hang: no end within {time_limit:,.0f} s")
     if code:
         raise UserError(f"its timing run exited with code {code}: {tail(trial.log, 1).strip(' |')}")
-    return statistics.median(execution.read_step_seconds(folder, row.name))
+    seconds = statistics.median(execution.read_step_seconds(folder, row.name))
+    shutil.rmtree(folder)  # so that reports show whole runs only
+    return seconds
 
 
 def _process_file(trial: ArenaTrial) -> Path:

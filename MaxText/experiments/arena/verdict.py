@@ -5,14 +5,13 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from MaxText import exit_codes
 from MaxText.experiments.arena.ledger import (
     BASELINE,
-    CALIBRATION,
     CandidateRow,
     FinalRow,
     Ledger,
@@ -21,13 +20,9 @@ from MaxText.experiments.arena.ledger import (
     TrialRow,
 )
 from MaxText.experiments.arena.sequential_test import (
-    FIRST_LOOK,
     FUTILITY,
     SequentialTest,
-    estimate_noise,
-    keep_probability,
-    noise_of,
-    pool_session,
+    standard_deviation,
     take_look,
 )
 from MaxText.experiments.arena.session import Session
@@ -38,7 +33,6 @@ from MaxText.formatting import pluralize
 # the second of the evaluations during a run on. Losses of early steps cross.
 _CLEAR_LOSS = 10.0
 _FIRST_CLEAR_EVALUATION = 1
-_LARGE_EFFECT = 100.0  # standard deviations; any candidate with it is kept
 _EXIT_CODES: dict[Outcome, int] = {
     "keep": exit_codes.SUCCESS,
     "undecided": exit_codes.UNDECIDED,
@@ -47,50 +41,19 @@ _EXIT_CODES: dict[Outcome, int] = {
 }
 
 
-class Calibration(NamedTuple):
-    """Noise of the baseline.
-
-    Attributes:
-      seed_std: Standard deviation of its loss over seeds.
-      pair_std: That of paired differences between it and itself with other initial weights: a
-        candidate without effect.
-      pairing: Share of the variance of a difference that pairing by seed removes.
-      power: Chance to keep a candidate that is better by one `seed_std`.
-    """
-
-    num_seeds: int
-    seed_std: float
-    pair_std: float
-    pairing: float
-    power: float
-
-    def __str__(self) -> str:
-        return (
-            f"noise of the baseline over {self.num_seeds} seeds: sd {self.seed_std:.4f} "
-            f"nats/token, of paired differences {self.pair_std:.4f} (pairing removes "
-            f"{self.pairing:.0%} of the variance); a candidate better by one sd is kept with a "
-            f"chance of {self.power:.0%}"
-        )
+def baseline_std(ledger: Ledger) -> float | None:
+    """Returns the standard deviation of the baseline's loss over seeds; None before two runs."""
+    losses = ledger.losses(BASELINE).values()
+    return statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def calibrate(ledger: Ledger, test: SequentialTest) -> Calibration | None:
-    """Returns the noise of the baseline; None before its calibration is complete."""
-    calibration = ledger.losses(CALIBRATION)
-    baseline = {seed: loss for seed, loss in ledger.losses(BASELINE).items() if seed in calibration}
-    if len(calibration) < FIRST_LOOK or len(baseline) < len(calibration):
-        return None
-    variances = [statistics.variance(losses.values()) for losses in (baseline, calibration)]
-    seed_variance = statistics.fmean(variances)
-    pair_variance = statistics.variance(paired_losses(baseline, calibration))
-    pair_std = math.sqrt(pair_variance)
-    effect = math.sqrt(seed_variance) / pair_std if pair_std else _LARGE_EFFECT
-    return Calibration(
-        num_seeds=len(calibration),
-        seed_std=math.sqrt(seed_variance),
-        pair_std=pair_std,
-        pairing=1 - pair_variance / (2 * seed_variance) if seed_variance else 0.0,
-        power=keep_probability(test, min(effect, _LARGE_EFFECT)),
-    )
+def describe_noise(ledger: Ledger) -> str:
+    """Returns a sentence about the scatter of the baseline's loss."""
+    std = baseline_std(ledger)
+    seeds = pluralize(len(ledger.losses(BASELINE)), "seed")
+    if std is None:
+        return f"the baseline has run {seeds}"
+    return f"the baseline's loss scatters by {std:.4f} nats/token (sd over {seeds})"
 
 
 def paired_losses(baseline: dict[int, float], other: dict[int, float]) -> list[float]:
@@ -108,17 +71,9 @@ def look_at(ledger: Ledger, test: SequentialTest, owner: str, num_seeds: int) ->
       num_seeds: How many seeds count.
     """
     baseline = ledger.losses(BASELINE)
-    owners = [row.name for row in ledger.candidates if row.name != owner]
-    calibration, *others = [
-        noise_of(paired_losses(baseline, ledger.losses(other))) for other in [CALIBRATION, *owners]
-    ]
     improvements = paired_losses(baseline, ledger.losses(owner))[:num_seeds]
-    noise = estimate_noise(
-        noise_of(improvements),
-        pool_session(calibration, others),
-        mean_loss=statistics.fmean(baseline.values()),
-    )
-    look = take_look(test, num_seeds, statistics.fmean(improvements), noise)
+    std = standard_deviation(np.array(improvements), mean_loss=statistics.fmean(baseline.values()))
+    look = take_look(test, num_seeds, statistics.fmean(improvements), std)
     return LookRow(
         owner=owner,
         num_seeds=num_seeds,
@@ -126,8 +81,7 @@ def look_at(ledger: Ledger, test: SequentialTest, owner: str, num_seeds: int) ->
         low=float(look.low),
         high=float(look.high),
         predictive_power=float(look.predictive_power),
-        std=float(np.sqrt(noise.variance)),
-        degrees_of_freedom=int(noise.degrees_of_freedom),
+        std=float(std),
     )
 
 
@@ -169,7 +123,7 @@ def clear_loss(
     """
     for index in range(_FIRST_CLEAR_EVALUATION, min(len(evaluations), len(same_seed))):
         losses = [run[index] for run in baseline if len(run) > index]
-        if len(losses) < FIRST_LOOK:
+        if len(losses) < 2:
             continue
         std = statistics.stdev(losses)
         excess = evaluations[index] - same_seed[index]
@@ -190,6 +144,7 @@ class Verdict:
       effect_nats: Mean difference of the losses, candidate minus baseline, in nats per token:
         negative is better. None without a look, and for a clear loser.
       interval_nats: Its repeated confidence interval at `confidence`.
+      std_nats: Standard deviation of the paired differences.
       seeds: Of its runs.
       cost: Counted by the session, of the candidate; `baseline_cost` of the baseline.
       is_repeated: Whether it was answered from the ledger.
@@ -201,6 +156,7 @@ class Verdict:
     effect_nats: float | None
     effect_bits_per_byte: float | None
     interval_nats: tuple[float, float] | None
+    std_nats: float | None
     confidence: float
     seeds: tuple[int, ...]
     reasons: tuple[str, ...]
@@ -253,6 +209,7 @@ def verdict_of(session: Session, ledger: Ledger, name: str, *, is_repeated: bool
         effect_nats=None if look is None else -look.improvement,
         effect_bits_per_byte=bits,
         interval_nats=None if look is None else (-look.high, -look.low),
+        std_nats=None if look is None else look.std,
         confidence=1 - 2 * session.test.level,
         seeds=tuple(trial.seed for trial in trials),
         reasons=decision.reasons,

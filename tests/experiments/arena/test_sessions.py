@@ -12,7 +12,6 @@ from MaxText.experiments.arena.arena_args import Budget, parse_args
 from MaxText.experiments.arena.leaderboard import table_rows
 from MaxText.experiments.arena.ledger import (
     BASELINE,
-    CALIBRATION,
     CandidateRow,
     Ledger,
     TrialRow,
@@ -36,7 +35,7 @@ per_device_batch_size: 1
 hardware: cpu
 """
 BASELINE_LOSSES = (4.00, 4.03, 3.98, 4.01)
-CALIBRATION_LOSSES = (4.01, 4.01, 3.99, 4.02)
+EQUAL_LOSSES = (4.01, 4.01, 3.99, 4.02)
 
 
 @pytest.fixture
@@ -59,8 +58,7 @@ def trials(owner, losses):
 def ledger():
     candidate = CandidateRow(name="b", spec="b.yml", source_hash="1")
     baseline = CandidateRow(name=BASELINE, spec="")
-    runs = trials(BASELINE, BASELINE_LOSSES) + trials(CALIBRATION, CALIBRATION_LOSSES)
-    return Ledger([baseline, *runs, candidate])
+    return Ledger([baseline, *trials(BASELINE, BASELINE_LOSSES), candidate])
 
 
 def test_mistakes_of_a_command_line_are_all_reported():
@@ -120,24 +118,19 @@ def test_a_ledger_survives_a_row_that_was_cut_off(tmp_path, ledger):
         open_ledger(tmp_path, writes=False)
 
 
-def test_calibration_is_the_noise_of_the_baseline(ledger):
-    calibration = verdict.calibrate(ledger, SequentialTest(level=0.0025, max_seeds=10))
-    differences = [a - b for a, b in zip(BASELINE_LOSSES, CALIBRATION_LOSSES, strict=True)]
-    variances = map(statistics.variance, (BASELINE_LOSSES, CALIBRATION_LOSSES))
-    seed_variance = statistics.fmean(variances)
-    assert calibration.pair_std == pytest.approx(statistics.stdev(differences))
-    assert calibration.seed_std**2 == pytest.approx(seed_variance)
-    pairing = 1 - statistics.variance(differences) / 2 / seed_variance
-    assert calibration.pairing == pytest.approx(pairing)
+def test_the_noise_of_the_baseline_is_reported(ledger):
+    assert verdict.baseline_std(ledger) == pytest.approx(statistics.stdev(BASELINE_LOSSES))
+    assert "0.0208 nats/token (sd over 4 seeds)" in verdict.describe_noise(ledger)
+    assert verdict.baseline_std(Ledger([])) is None
 
 
 @pytest.mark.parametrize(
     ("improvement", "num_seeds", "outcome"),
-    [(0.3, 4, "keep"), (-0.1, 4, "discard"), (0.05, 3, None), (0.01, 4, "undecided")],
+    [(0.3, 4, "keep"), (-0.1, 4, "discard"), (0.12, 3, None), (0.01, 4, "undecided")],
 )
 def test_a_look_decides(ledger, improvement, num_seeds, outcome):
     test = SequentialTest(level=0.0025, max_seeds=4)
-    losses = [loss - improvement for loss in CALIBRATION_LOSSES[:num_seeds]]
+    losses = [loss - improvement for loss in EQUAL_LOSSES[:num_seeds]]
     ledger.rows += trials("b", losses)
     look = verdict.look_at(ledger, test, "b", num_seeds)
     expected = statistics.fmean(BASELINE_LOSSES[:num_seeds]) - statistics.fmean(losses)
@@ -156,12 +149,12 @@ def test_a_clear_loser_is_far_above_the_baseline_from_half_of_a_run_on():
 
 def test_verdicts_are_reported_and_a_lost_run_has_no_effect(request_of, ledger):
     session: Session = open_session(request_of("baseline=a.yml"), 1)
-    ledger.rows += trials("b", [3.0, 3.1])
-    ledger.append(verdict.look_at(ledger, session.test, "b", 2))
+    ledger.rows += trials("b", [3.0, 3.1, 3.0])
+    ledger.append(verdict.look_at(ledger, session.test, "b", 3))
     ledger.append(VerdictRow(owner="b", verdict="keep", reasons=("clear",)))
     result = verdict.verdict_of(session, ledger, "b", is_repeated=False)
-    assert result.effect_nats == pytest.approx(-0.965)
-    assert result.effect_bits_per_byte == pytest.approx(-0.965 / 4 / 0.6931, rel=1e-3)
+    assert result.effect_nats == pytest.approx(-0.97)
+    assert result.effect_bits_per_byte == pytest.approx(-0.97 / 4 / 0.6931, rel=1e-3)
     assert result.interval_nats[0] < result.effect_nats < result.interval_nats[1]
     assert (result.candidates_left, result.exit_code) == (19, exit_codes.SUCCESS)
     ledger.append(CandidateRow(name="c", spec="c.yml", reasons=("seeds",)))
@@ -171,5 +164,5 @@ def test_verdicts_are_reported_and_a_lost_run_has_no_effect(request_of, ledger):
     assert verdict.exit_code_of([refused]) == exit_codes.REFUSED
     assert verdict.exit_code_of([refused, result]) == exit_codes.SUCCESS
     assert [row[:2] for row in table_rows(session, ledger)] == [["b", "keep"], ["c", "refused"]]
-    ledger.append(TrialRow(owner="b", seed=2, state="stopped"))
+    ledger.append(TrialRow(owner="b", seed=3, state="stopped"))
     assert verdict.last_look(ledger, "b") is None
