@@ -365,7 +365,8 @@ class _Judging:
         if trial.owner == BASELINE:
             return None
         rows = self.ledger.of(TrialRow, BASELINE)
-        same_seed = next(row.evaluations for row in rows if row.seed == trial.seed)
+        # The baseline's run may be at work beside it.
+        same_seed = next((row.evaluations for row in rows if row.seed == trial.seed), ())
         baseline = [row.evaluations for row in rows]
         reason = verdict.clear_loss(process.evaluations(), baseline, same_seed)
         return process.stop(reason) if reason else None

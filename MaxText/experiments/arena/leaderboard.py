@@ -1,11 +1,19 @@
 """The leaderboard of a session: report.html, one row per candidate that was ever submitted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.experiments.arena import verdict
-from MaxText.experiments.arena.ledger import BASELINE, CandidateRow, FinalRow, Ledger, TrialRow
-from MaxText.experiments.arena.session import Session
+from MaxText.experiments.arena.ledger import (
+    BASELINE,
+    CandidateRow,
+    FinalRow,
+    Ledger,
+    TrialRow,
+    open_ledger,
+)
+from MaxText.experiments.arena.session import Session, load_session
 from MaxText.experiments.arena.trials import make_trial
 from MaxText.formatting import ABSENT, format_operations, short_count
 from MaxText.reports.entries import COMPARISON_FILE
@@ -126,6 +134,16 @@ def page_sections(session: Session, ledger: Ledger) -> list[PageSection]:
         cost = verdict.cost_of(ledger, baseline)
         facts = {name.replace("_", " "): f"{amount:,.4g}" for name, amount in cost.items()}
         sections.append(PageSection("Cost of the baseline", facts=facts))
+    return sections
+
+
+def sections_of_sessions(folders: Sequence[str]) -> list[PageSection]:
+    """Returns the sections of those folders that are sessions."""
+    sections = []
+    for folder in folders:
+        session = load_session(Path(folder).expanduser())
+        if session is not None:
+            sections += page_sections(session, open_ledger(session.folder, writes=False))
     return sections
 
 
