@@ -14,7 +14,6 @@ from MaxText.experiments.arena.ledger import (
     open_ledger,
 )
 from MaxText.experiments.arena.session import Session, load_session
-from MaxText.experiments.arena.trials import make_trial
 from MaxText.formatting import ABSENT, format_operations, short_count
 from MaxText.reports.entries import COMPARISON_FILE
 from MaxText.reports.page import PageSection, PageTable
@@ -152,7 +151,7 @@ def write_leaderboard(session: Session, ledger: Ledger) -> Path:
     owners = dict.fromkeys(row.owner for row in ledger.of(TrialRow))
     groups = {
         owner: [
-            str(make_trial(session, owner, 0, row.seed).folder.relative_to(session.folder))
+            f"{session.runs_folder(owner).relative_to(session.folder)}/seed_{row.seed}"
             for row in ledger.of(TrialRow, owner)
         ]
         for owner in owners

@@ -26,6 +26,7 @@ from MaxText.config.serialization import resolved_yaml
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.arena.arena_args import PER_CALL, ArenaArgs, ArenaOptions, Budget
+from MaxText.experiments.arena.ledger import BASELINE
 from MaxText.experiments.arena.sequential_test import SequentialTest
 from MaxText.storage.atomic import atomic_write_text
 
@@ -87,6 +88,10 @@ class Session:
             max_seeds=spec.max_seeds,
             min_effect=spec.min_effect,
         )
+
+    def runs_folder(self, owner: str) -> Path:
+        """Returns the folder of a candidate's runs, or of the baseline's."""
+        return self.folder / (owner if owner == BASELINE else f"candidates/{owner}")
 
     def load_baseline(self) -> Config:
         """Returns the baseline's configuration as it was resolved at first."""

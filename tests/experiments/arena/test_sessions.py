@@ -217,7 +217,7 @@ def judge_in_process(request_of, monkeypatch):
             return TrialRow(owner=owner, seed=seed, state="completed", loss=loss)
 
         def evaluations(self):
-            return ()
+            return (4.0, 4.0)
 
         def interrupt(self):
             pass
@@ -241,14 +241,13 @@ def judge_in_process(request_of, monkeypatch):
 def test_candidates_run_seed_by_seed_and_a_first_run_alone(judge_in_process, jobs):
     specs = ["good.yml", "equal.yml", "good_too.yml"]
     candidates = [f"candidate={spec}" for spec in specs]
-    runs, verdicts = judge_in_process(
-        "baseline=a.yml", "hardware=auto", f"jobs={jobs}", *candidates
-    )
+    settings = ["baseline=a.yml", "baseline_seeds=2", "hardware=auto", f"jobs={jobs}"]
+    runs, verdicts = judge_in_process(*settings, *candidates)
     outcomes = {row.candidate: row.verdict for row in verdicts}
     assert outcomes == {"good": "keep", "equal": "discard", "good_too": "keep"}
     owners = ["good", "equal", "good_too"]
-    expected = {(owner, seed) for owner in owners for seed in range(3)}
-    assert sorted(runs) == sorted(expected | {(BASELINE, seed) for seed in range(4)})
+    expected = [(owner, seed) for owner in [BASELINE, *owners] for seed in range(3)]
+    assert sorted(runs) == sorted(expected)
     assert runs[0] == (BASELINE, 0)
     # Nothing is left to do.
     assert judge_in_process() == (runs, [])
