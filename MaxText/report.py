@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -19,9 +18,6 @@ from MaxText.config.keys import Count
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import option, read_options
 from MaxText.errors import UserError
-
-if TYPE_CHECKING:
-    from MaxText.reports.page import PageSection
 
 
 def _folder(text: str) -> Path:
@@ -110,6 +106,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
     """Writes the report once; returns whether a run is still running."""
+    from MaxText.experiments.arena.leaderboard import sections_of_sessions
     from MaxText.reports import run_tables
     from MaxText.reports.entries import find_runs, group_runs
     from MaxText.reports.report_writer import write_report
@@ -123,26 +120,12 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
         selection.runs,
         output_folder(runs, options),
         groups=selection.groups,
-        leading=leaderboards(runs),
+        leading=sections_of_sessions(runs),
         warnings=selection.problems,
         refresh=(options.watch or 0) if is_running else 0,
     )
     print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n")
     return is_running
-
-
-def leaderboards(runs: Sequence[str]) -> list["PageSection"]:
-    """Returns the sections of those folders that are sessions of arena.py."""
-    from MaxText.experiments.arena.leaderboard import page_sections
-    from MaxText.experiments.arena.ledger import open_ledger
-    from MaxText.experiments.arena.session import load_session
-
-    sections = []
-    for run in runs:
-        session = load_session(Path(run).expanduser())
-        if session is not None:
-            sections += page_sections(session, open_ledger(session.folder, writes=False))
-    return sections
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import resolved_yaml
 from MaxText.errors import UserError, first_line
+from MaxText.experiments.arena.isolation import source_files
 from MaxText.experiments.arena.ledger import BASELINE, CandidateRow, open_ledger
 from MaxText.experiments.arena.session import Session, load_session
 from MaxText.storage.atomic import atomic_write_text
@@ -47,7 +48,6 @@ def examine_baseline(session: Session) -> CandidateRow:
     """Returns the baseline with its cost, or with reasons that it is none; prepares its data."""
     from MaxText.experiments.arena.candidates import configuration_hash, hash_files
     from MaxText.experiments.arena.counted_cost import count_cost
-    from MaxText.experiments.arena.isolation import source_files
     from MaxText.experiments.arena.text_overlap import check_validation_text
     from MaxText.input_pipeline.data_sources import prepare_sources
 
@@ -94,7 +94,9 @@ def examine_candidate(session: Session, folder: Path, spec: str) -> CandidateRow
 
     baseline = session.load_baseline()
     try:
-        candidate = read_candidate(spec, baseline, session.spec.keys)
+        # The variables themselves are not set in this process.
+        keys = (*session.spec.environment, *session.spec.keys)
+        candidate = read_candidate(spec, baseline, keys)
     except CandidateRefusedError as error:
         return CandidateRow(name=folder.name, spec=spec, reasons=tuple(error.reasons))
     ledger = open_ledger(session.folder, writes=False)

@@ -33,7 +33,7 @@ from MaxText.experiments.arena.ledger import (
 from MaxText.experiments.arena.measurement import measure_run
 from MaxText.experiments.arena.sequential_test import FIRST_LOOK
 from MaxText.experiments.arena.session import Session, load_baseline, load_session, open_session
-from MaxText.experiments.arena.trials import TrialProcess, candidate_folder, make_trial
+from MaxText.experiments.arena.trials import TrialProcess, make_trial
 from MaxText.experiments.execution import (
     DeviceCount,
     find_devices,
@@ -208,7 +208,7 @@ class _Judging:
         session = self.session
         ledger = self.ledger
         names = {row.name for row in ledger.candidates}
-        folder = candidate_folder(session, _unique_name(spec, names))
+        folder = session.runs_folder(_unique_name(spec, names))
         shutil.rmtree(folder, ignore_errors=True)  # of an examination that was cut off
         row = trials.examine(session, folder, spec, time_limit=_EXAMINATION_SECONDS)
         row = dataclasses.replace(row, name=folder.name)
@@ -365,7 +365,8 @@ class _Judging:
         if trial.owner == BASELINE:
             return None
         rows = self.ledger.of(TrialRow, BASELINE)
-        same_seed = next(row.evaluations for row in rows if row.seed == trial.seed)
+        # The baseline's run may be at work beside it.
+        same_seed = next((row.evaluations for row in rows if row.seed == trial.seed), ())
         baseline = [row.evaluations for row in rows]
         reason = verdict.clear_loss(process.evaluations(), baseline, same_seed)
         return process.stop(reason) if reason else None
@@ -406,7 +407,7 @@ class _Judging:
         """Writes a verdict, reports it, and deletes checkpoints that nothing needs any more."""
         self.ledger.append(VerdictRow(owner=name, verdict=outcome, reasons=reasons))
         if outcome != "keep":
-            for folder in candidate_folder(self.session, name).glob("seed_*/checkpoints"):
+            for folder in self.session.runs_folder(name).glob("seed_*/checkpoints"):
                 shutil.rmtree(folder, ignore_errors=True)
         self._emit(name, is_repeated=False)
 

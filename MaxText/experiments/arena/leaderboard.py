@@ -1,12 +1,19 @@
 """The leaderboard of a session: report.html, one row per candidate that was ever submitted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.experiments.arena import verdict
-from MaxText.experiments.arena.ledger import BASELINE, CandidateRow, FinalRow, Ledger, TrialRow
-from MaxText.experiments.arena.session import Session
-from MaxText.experiments.arena.trials import make_trial
+from MaxText.experiments.arena.ledger import (
+    BASELINE,
+    CandidateRow,
+    FinalRow,
+    Ledger,
+    TrialRow,
+    open_ledger,
+)
+from MaxText.experiments.arena.session import Session, load_session
 from MaxText.formatting import ABSENT, format_operations, short_count
 from MaxText.reports.entries import COMPARISON_FILE
 from MaxText.reports.page import PageSection, PageTable
@@ -129,12 +136,22 @@ def page_sections(session: Session, ledger: Ledger) -> list[PageSection]:
     return sections
 
 
+def sections_of_sessions(folders: Sequence[str]) -> list[PageSection]:
+    """Returns the sections of those folders that are sessions."""
+    sections = []
+    for folder in folders:
+        session = load_session(Path(folder).expanduser())
+        if session is not None:
+            sections += page_sections(session, open_ledger(session.folder, writes=False))
+    return sections
+
+
 def write_leaderboard(session: Session, ledger: Ledger) -> Path:
     """Writes report.html, and the groups by which report.py draws the runs; returns the page."""
     owners = dict.fromkeys(row.owner for row in ledger.of(TrialRow))
     groups = {
         owner: [
-            str(make_trial(session, owner, 0, row.seed).folder.relative_to(session.folder))
+            f"{session.runs_folder(owner).relative_to(session.folder)}/seed_{row.seed}"
             for row in ledger.of(TrialRow, owner)
         ]
         for owner in owners

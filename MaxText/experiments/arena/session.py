@@ -18,14 +18,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from MaxText.config.config_files import find_config
-from MaxText.config.loading import load
+from MaxText.config.config_files import Source, find_config
+from MaxText.config.loading import LoadedConfig, load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config, flatten
 from MaxText.config.serialization import resolved_yaml
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.arena.arena_args import PER_CALL, ArenaArgs, ArenaOptions, Budget
+from MaxText.experiments.arena.ledger import BASELINE
 from MaxText.experiments.arena.sequential_test import SequentialTest
 from MaxText.storage.atomic import atomic_write_text
 
@@ -45,6 +46,7 @@ class SessionSpec:
     Attributes:
       baseline: Resolved configuration, by key, as YAML.
       keys: key=value of the command line, for the baseline and all candidates.
+      environment: The same of environment variables, as of the first call.
       budget: Of each run; None for the FLOPs of the baseline's own steps.
       num_devices: Of each run.
       jobs: Runs at once that `num_devices` is for.
@@ -62,6 +64,7 @@ class SessionSpec:
     baseline_seeds: int
     time_limit: float | None
     num_devices: int
+    environment: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,10 @@ class Session:
             max_seeds=spec.max_seeds,
             min_effect=spec.min_effect,
         )
+
+    def runs_folder(self, owner: str) -> Path:
+        """Returns the folder of a candidate's runs, or of the baseline's."""
+        return self.folder / (owner if owner == BASELINE else f"candidates/{owner}")
 
     def load_baseline(self) -> Config:
         """Returns the baseline's configuration as it was resolved at first."""
@@ -130,9 +137,9 @@ def open_session(args: ArenaArgs, num_devices: int) -> Session:
             facts = (("write", "baseline=A.yml; later calls of the session need only output="),)
             message = f"{args.output} has no session yet, and baseline= is missing"
             raise ConfigurationError([ConfigIssue(message, ("command line",), facts)])
-        config = load_baseline(args)
-        session = Session(args.output, _spec_of(args, config, num_devices))
-        atomic_write_text(session.baseline_path, resolved_yaml(config))
+        loaded = _load_baseline(args)
+        session = Session(args.output, _spec_of(args, loaded, num_devices))
+        atomic_write_text(session.baseline_path, resolved_yaml(loaded.config))
         content = {"format": _FORMAT, **dataclasses.asdict(session.spec)}
         atomic_write_text(session.folder / FILE, json.dumps(content, indent=1) + "\n")
         return session
@@ -153,8 +160,14 @@ def load_baseline(args: ArenaArgs) -> Config:
     Raises:
       ConfigurationError: It cannot be trained.
     """
+    return _load_baseline(args).config
+
+
+def _load_baseline(args: ArenaArgs) -> LoadedConfig:
+    """Returns the baseline with the origins of its keys; see `load_baseline`."""
     find_config(args.options.baseline)
-    config = load([args.options.baseline, *args.keys], _PROGRAM).config
+    loaded = load([args.options.baseline, *args.keys], _PROGRAM)
+    config = loaded.config
     issues = []
     if config.evaluation.target_eval_loss:
         message = "target_eval_loss: runs of a session have the same cost, and end at it"
@@ -162,22 +175,25 @@ def load_baseline(args: ArenaArgs) -> Config:
     if config.data.dataset_type == "synthetic":
         message = "dataset_type=synthetic: random tokens have no validation text"
         issues.append(ConfigIssue(message, ("baseline",)))
-    if not config.model.attention.causal:
-        message = "causal=false: the arena measures how well the next token is predicted"
-        if config.masking.mlm_training:
-            message = "mlm_training=true: the arena measures the next token, not masked tokens"
+    if config.masking.mlm_training:
+        message = "mlm_training=true: the arena measures the next token, not masked tokens"
         write = "compare.py baseline.yml candidate.yml, which compares such models"
         issues.append(ConfigIssue(message, ("baseline",), (("write", write),)))
     if issues:
         raise ConfigurationError(issues)
-    return config
+    return loaded
 
 
-def _spec_of(args: ArenaArgs, config: Config, num_devices: int) -> SessionSpec:
+def _spec_of(args: ArenaArgs, loaded: LoadedConfig, num_devices: int) -> SessionSpec:
     options = args.options
+    keys = flatten(loaded.config)
+    variables = [
+        name for name, origin in loaded.origins.items() if origin.source is Source.ENVIRONMENT
+    ]
     return SessionSpec(
-        baseline=identity(flatten(config)),
+        baseline=identity(keys),
         keys=args.keys,
+        environment=tuple(f"{name}={to_yaml(keys[name])}" for name in variables),
         num_devices=num_devices,
         **{
             field.name: getattr(options, field.name)

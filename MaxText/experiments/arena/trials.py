@@ -90,19 +90,10 @@ class ArenaTrial:
         return f"{self.owner} seed {self.seed}"
 
 
-def candidate_folder(session: Session, name: str) -> Path:
-    """Returns the folder of a candidate's examination and runs."""
-    return session.folder / "candidates" / name
-
-
 def make_trial(session: Session, owner: str, steps: int, seed: int) -> ArenaTrial:
     """Returns a run of a candidate, or of the baseline."""
-    if owner == BASELINE:
-        folder = session.folder / owner
-        source = session.baseline_path
-    else:
-        folder = candidate_folder(session, owner)
-        source = folder / examination.CONFIG
+    folder = session.runs_folder(owner)
+    source = session.baseline_path if owner == BASELINE else folder / examination.CONFIG
     return ArenaTrial(owner, seed, steps, source, folder / f"seed_{seed}")
 
 

@@ -211,7 +211,7 @@ def verdict_of(session: Session, ledger: Ledger, name: str, *, is_repeated: bool
         interval_nats=None if look is None else (-look.high, -look.low),
         std_nats=None if look is None else look.std,
         confidence=1 - 2 * session.test.level,
-        seeds=tuple(trial.seed for trial in trials),
+        seeds=tuple(sorted(trial.seed for trial in trials)),
         reasons=decision.reasons,
         cost=cost_of(ledger, row),
         baseline_cost=cost_of(ledger, ledger.candidate(BASELINE)),

@@ -1,15 +1,19 @@
 """Sessions: settings, ledger, and the verdicts that follow from runs."""
 
+import json
 import statistics
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from MaxText import exit_codes
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
-from MaxText.experiments.arena import verdict
+from MaxText.experiments.arena import judging, verdict
 from MaxText.experiments.arena.arena_args import Budget, parse_args
-from MaxText.experiments.arena.leaderboard import table_rows
+from MaxText.experiments.arena.candidates import hash_files, read_candidate
+from MaxText.experiments.arena.leaderboard import sections_of_sessions, table_rows
 from MaxText.experiments.arena.ledger import (
     BASELINE,
     CandidateRow,
@@ -19,7 +23,8 @@ from MaxText.experiments.arena.ledger import (
     open_ledger,
 )
 from MaxText.experiments.arena.sequential_test import SequentialTest
-from MaxText.experiments.arena.session import Session, open_session
+from MaxText.experiments.arena.session import Session, load_session, open_session
+from MaxText.experiments.execution import DeviceCount
 
 CONFIG = """
 dataset_path: data
@@ -103,6 +108,26 @@ def test_a_session_begins_with_a_baseline(request_of):
         open_session(request_of("candidate=b.yml"), 1)
 
 
+def test_a_baseline_of_masked_tokens_is_refused(request_of):
+    with pytest.raises(ConfigurationError, match="mlm_training=true: the arena measures"):
+        open_session(request_of("baseline=a.yml", "mlm_training=true"), 1)
+
+
+def test_keys_of_the_environment_are_those_of_candidates(request_of, monkeypatch):
+    monkeypatch.setenv("M_JAX_CACHE_DIR", "/cache")
+    monkeypatch.setenv("M_STEPS", "8")
+    session = open_session(request_of("baseline=a.yml", "learning_rate=0.5"), 1)
+    assert sorted(session.spec.environment) == ['jax_cache_dir="/cache"', "steps=8"]
+    monkeypatch.delenv("M_STEPS")
+    monkeypatch.delenv("M_JAX_CACHE_DIR")
+    loaded = load_session(session.folder)
+    candidate = read_candidate(
+        "a.yml", session.load_baseline(), (*loaded.spec.environment, *loaded.spec.keys)
+    )
+    candidate.guard.watch.stop()
+    assert candidate.changes.keys() <= {"run_name"}
+
+
 def test_a_ledger_survives_a_row_that_was_cut_off(tmp_path, ledger):
     written = open_ledger(tmp_path)
     for row in ledger.rows:
@@ -166,3 +191,87 @@ def test_verdicts_are_reported_and_a_lost_run_has_no_effect(request_of, ledger):
     assert [row[:2] for row in table_rows(session, ledger)] == [["b", "keep"], ["c", "refused"]]
     ledger.append(TrialRow(owner="b", seed=3, state="stopped"))
     assert verdict.last_look(ledger, "b") is None
+
+
+@pytest.fixture
+def judge_in_process(request_of, monkeypatch):
+    """Judges with runs that end at the second poll, better by 0.3 for candidates named good."""
+    runs = []  # (owner, seed), as they start
+    done = Counter()
+
+    class Run:
+        def __init__(self, trial, **_):
+            self.trial = trial
+            self.polls = 0
+            at_work = Counter(owner for owner, _ in runs) - done
+            assert done[trial.owner] or not at_work[trial.owner], "two first runs at once"
+            runs.append((trial.owner, trial.seed))
+
+        def poll(self):
+            self.polls += 1
+            if self.polls < 2:
+                return None
+            owner, seed = self.trial.owner, self.trial.seed
+            done[owner] += 1
+            loss = 4 + 0.1 * seed**2 - 0.3 * owner.startswith("good")
+            return TrialRow(owner=owner, seed=seed, state="completed", loss=loss)
+
+        def evaluations(self):
+            return (4.0, 4.0)
+
+        def interrupt(self):
+            pass
+
+    def examine(session, folder, spec, **_):
+        return CandidateRow(name=folder.name, spec=spec or "", source_hash=folder.name, steps=4)
+
+    devices = DeviceCount(1, "cpu", "cpu")
+    monkeypatch.setattr(judging, "find_devices", lambda hardware: devices)
+    monkeypatch.setattr(judging, "TrialProcess", Run)
+    monkeypatch.setattr(judging.trials, "examine", examine)
+
+    def judge(*arguments):
+        request = request_of(*arguments)
+        return runs, judging.judge(request, log=lambda line: None, report=lambda row: None)
+
+    return judge
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_candidates_run_seed_by_seed_and_a_first_run_alone(judge_in_process, jobs):
+    specs = ["good.yml", "equal.yml", "good_too.yml"]
+    candidates = [f"candidate={spec}" for spec in specs]
+    settings = ["baseline=a.yml", "baseline_seeds=2", "hardware=auto", f"jobs={jobs}"]
+    runs, verdicts = judge_in_process(*settings, *candidates)
+    outcomes = {row.candidate: row.verdict for row in verdicts}
+    assert outcomes == {"good": "keep", "equal": "discard", "good_too": "keep"}
+    owners = ["good", "equal", "good_too"]
+    expected = [(owner, seed) for owner in [BASELINE, *owners] for seed in range(3)]
+    assert sorted(runs) == sorted(expected)
+    assert runs[0] == (BASELINE, 0)
+    # Nothing is left to do.
+    assert judge_in_process() == (runs, [])
+
+
+def test_a_baseline_whose_code_has_changed_does_not_continue(judge_in_process, tmp_path):
+    judge_in_process("baseline=a.yml", "baseline_seeds=2")
+    part = tmp_path / "part.py"
+    part.write_text("a = 1")
+    path = tmp_path / "out/ledger.jsonl"
+    first, *rows = path.read_text().splitlines()
+    row = json.loads(first) | {"files": hash_files([str(part)])}
+    path.write_text("\n".join([json.dumps(row), *rows, ""]))
+    judge_in_process()
+    part.write_text("a = 2")
+    with pytest.raises(UserError, match=r"part\.py. Restore it"):
+        judge_in_process()
+
+
+def test_a_report_of_a_session_has_its_leaderboard_and_groups(judge_in_process):
+    judge_in_process("baseline=a.yml", "candidate=good.yml")
+    groups = json.loads(Path("out/comparison.json").read_text())["groups"]
+    assert groups["baseline"] == [f"baseline/seed_{seed}" for seed in range(4)]
+    assert groups["good"] == [f"candidates/good/seed_{seed}" for seed in range(3)]
+    leaderboard, *_ = sections_of_sessions(["out"])
+    assert [row[:2] for row in leaderboard.table.rows] == [["good", "keep"]]
+    assert sections_of_sessions(["."]) == []
