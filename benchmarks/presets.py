@@ -84,6 +84,12 @@ SLICES = {
     "nemotron3-nano-30b": "v5p-64",
     "falcon-h1-0.5b": "v6e-8",
 }
+# Preset -> further keys. With FSDP alone, DeepSeek-V3's step has 191 GiB of temporaries per chip,
+# four times what plan.py says: layers of 11B parameters are gathered whole.
+FURTHER_KEYS = {
+    "deepseek3-671b": ["ici_expert_parallelism=32"],
+    "kimi-k2-1t": ["ici_expert_parallelism=32"],
+}
 
 
 def arguments(name: str) -> list[str]:
@@ -96,6 +102,7 @@ def arguments(name: str) -> list[str]:
         "remat_policy=full",
         "enable_checkpointing=false",
         "steps=10",
+        *FURTHER_KEYS.get(name, []),
     ]
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from MaxText.layers.attention.attention_core import SCORES_SCOPE
+
 # Computed where it is read, without work.
 _VIEWS = frozenset(
     {
@@ -169,6 +171,8 @@ class Node:
     params: dict[str, Any]
     bodies: tuple["Traced", ...] = ()  # programs of a loop or of branches
     times: int = 1  # iterations of the body
+    in_attention: bool = False  # whether it computes scores, reads them, or does so for a gradient
+    in_kernel: bool = False  # whether it works on the chip, without reading or writing memory
 
     @functools.cached_property
     def reads(self) -> frozenset[Value]:
@@ -189,8 +193,13 @@ class Traced:
     results: tuple[Value, ...]
 
     def drop_scores(self) -> None:
-        """Removes the bytes of attention scores, as in a fused kernel."""
+        """Removes the bytes of attention scores, as in a fused kernel.
+
+        Their products then read no memory, which blocks of keys would do once for each block of
+        queries.
+        """
         for node in self.nodes:
+            node.in_kernel = node.in_attention and node.name in PRODUCTS
             for value in (*node.inputs, *node.outputs):
                 value.size = 0.0 if value.is_square else value.size
             for body in node.bodies:
@@ -270,7 +279,8 @@ def _inline_calls(
             outputs = _inline_iteration(equation, reads, nodes, size_of)
         else:
             outputs = [_value(variable.aval, size_of) for variable in equation.outvars]
-            nodes.append(Node(name, reads, outputs, params))
+            in_attention = SCORES_SCOPE in str(equation.source_info.name_stack)
+            nodes.append(Node(name, reads, outputs, params, in_attention=in_attention))
         values |= dict(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -377,12 +387,9 @@ def _fuse(node: Node, value: Value) -> None:
 
 
 def _makes_squares(node: Node) -> bool:
-    """Returns whether a node is queries times keys, judging by shapes."""
-    if node.name != "dot_general":
-        return False
-    (contracted, _), (batch, _) = node.params["dimension_numbers"]
-    inner = math.prod(node.inputs[0].shape[axis] for axis in contracted)
-    return len(batch) > 1 and inner <= min(node.outputs[0].shape[len(batch) :], default=0)
+    """Returns whether a node is queries times keys, or outputs' gradients times values."""
+    is_product = node.name == "dot_general" and node.in_attention
+    return is_product and not any(value.is_square for value in node.inputs)
 
 
 def _consumers(value: Value) -> Iterable[Node]:

@@ -131,7 +131,8 @@ def list_ops(program: Traced, *, splash_keys: float = 0.0, times: int = 1) -> It
         for body in node.bodies:
             yield from list_ops(body, splash_keys=splash_keys, times=times * node.times)
         if node.writes and not node.bodies and not node.name.startswith(REDUCTIONS):
-            num_bytes = sum(array.size for array in (*node.reads, *node.writes))
+            arrays = () if node.in_kernel else (*node.reads, *node.writes)
+            num_bytes = sum(array.size for array in arrays)
             is_8_bit = node.name == "dot_general" and {x.width for x in node.inputs} == {1}
             yield OpCost(operations(node, splash_keys), num_bytes, times, is_8_bit)
 

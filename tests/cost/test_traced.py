@@ -7,6 +7,7 @@ import pytest
 from MaxText.cost.jaxpr_graph import tiled_size, traced
 from MaxText.cost.step_memory import peak_memory
 from MaxText.cost.step_time import list_ops
+from MaxText.layers.attention.attention_core import SCORES_SCOPE
 
 N = 16
 SQUARE = 4 * N * N
@@ -164,7 +165,9 @@ def test_work_counts_loops_as_often_as_they_run():
     assert sum(work.times * work.operations for work in works) == 7 * 2 * N**3
 
 
-def test_scores_of_attention_are_known_and_can_be_excluded():
+@pytest.mark.parametrize("width", [8, 96])  # narrower and wider than the scores
+def test_scores_of_attention_are_known_and_can_be_excluded(width):
+    @jax.named_scope(SCORES_SCOPE)
     def attend(q, k, v):
         scores = jnp.einsum("bhtd,bhsd->bhts", q, k)
         return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
@@ -173,19 +176,27 @@ def test_scores_of_attention_are_known_and_can_be_excluded():
         return jax.lax.scan(lambda q, kv: (attend(q, *kv), None), q, (k, v))[0].sum()
 
     scores = 4 * 2 * 3 * 64 * 64
-    program = read(attend, *[(2, 3, 64, 8)] * 3)
-    with_scores = sum(work.num_bytes for work in list_ops(program))
+    program = read(attend, *[(2, 3, 64, width)] * 3)
+    operations = sum(work.operations for work in list_ops(program))
+    assert sum(work.num_bytes for work in list_ops(program)) > 2 * scores  # written once, read once
     program.drop_scores()
-    without = sum(work.num_bytes for work in list_ops(program))
-    assert with_scores - without == 2 * scores  # written once, read once
+    assert sum(work.num_bytes for work in list_ops(program)) == 0
+    assert sum(work.operations for work in list_ops(program)) == operations
     # Five layers save their outputs for the backward pass.
-    shapes = (2, 3, 64, 8), (5, 2, 3, 64, 8), (5, 2, 3, 64, 8)
+    shapes = (2, 3, 64, width), (5, 2, 3, 64, width), (5, 2, 3, 64, width)
     program = read(jax.grad(layers), *shapes)
     with_scores = peak_memory(program, (None,)).size
     program.drop_scores()
     without = peak_memory(program, (None,)).size
-    assert without < scores
-    assert with_scores > 5 * scores
+    assert without < scores * width / 8
+    assert with_scores - without > 5 * scores
+
+
+def test_products_of_tokens_outside_of_attention_are_no_scores():
+    """Those of recurrent mixers within a chunk, which no kernel keeps on the chip."""
+    program = read(lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, k), *[(2, 3, 64, 8)] * 2)
+    program.drop_scores()
+    assert peak_memory(program, (None,)).size == 4 * 2 * 3 * 64 * 64
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from MaxText.parallelism.logical_sharding import split_axes
 
 MAX_BLOCKS = 16  # unrolled query blocks cost compile time: beyond this many they grow instead
 _SMALLEST_WINDOW_BLOCK = 16  # rows; smaller blocks cost more in overhead than they save
+# In the name stacks of the equations of `attend_square` and of their gradients, for plan.py.
+SCORES_SCOPE = "attention_scores"
 
 PersistentKV = tuple[jax.Array, jax.Array]  # keys and values [M, K, H]
 
@@ -425,6 +427,7 @@ def kv_head_repeats(q_BTNH: jax.Array, k_BSKH: jax.Array, sharding: AttentionSha
     )
 
 
+@jax.named_scope(SCORES_SCOPE)
 def attend_square(
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
