@@ -134,7 +134,7 @@ class _Ladder:
         if self.request.launch == "print":
             print_runs(chains, unfinished, self._command, self._print)
         else:
-            submit_runs(chains, unfinished, self.log)
+            submit_runs(self.request, chains, unfinished, self.log)
         raise _RunsElsewhereError
 
     def sweep_rates(self) -> dict[str, float]:
