@@ -22,9 +22,10 @@ from MaxText.experiments.ladder.ladder_args import (
     ladder_issues,
 )
 from MaxText.experiments.ladder.learning_rate_sweep import DECAY_KEY, RATE_KEY, SWEEP_SEED
+from MaxText.experiments.submission import read_launch_options
 
 Match = Literal["params", "flops", "tokens", "time"]
-Launch = Literal["local", "print", "slurm"]
+Launch = Literal["local", "print", "slurm", "jobset", "sky"]
 
 UNITS = {"params": "parameters", "flops": "FLOPs", "tokens": "tokens", "time": "seconds"}
 
@@ -176,7 +177,13 @@ class CompareOptions(LadderOptions):
     launch: Launch = option(
         "local",
         "local: here. print: one command per run instead of running, and the one that "
-        "reports results. slurm: submits each run as a job.",
+        "reports results. slurm, jobset (Kubernetes), sky (SkyPilot): submits each run as a job.",
+    )
+    launch_options: str = option(
+        "",
+        "Options of launch.py for slurm, jobset or sky, as '--image=IMAGE --claim=shared:/data'; "
+        "--dry-run prints the jobs.",
+        metavar="OPTIONS",
     )
     num_devices: Count | None = option(
         None, "Devices per run, by default those of this machine.", metavar="NUMBER"
@@ -233,6 +240,7 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
             example = "600, 10m or 1.5h" if options.match == "time" else "1e15, 10M or 1.5B"
             issues.append(_issue(f"budget: {error}", write=f"budget={example}"))
     issues += [*_option_issues(options), *_tuning_issues(options)]
+    issues += read_launch_options(options.launch, options.launch_options)[1]
     issues += ladder_issues(options, parsed.given)
     issues += _url_issues(arguments)
     output = options.output and options.output.expanduser()

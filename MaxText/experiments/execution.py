@@ -31,7 +31,7 @@ from MaxText.config.values import to_yaml
 from MaxText.cost.auto_layout import hardware_of_kind
 from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
-from MaxText.experiments.compare_args import STEPS, CompareArgs, Launch
+from MaxText.experiments.compare_args import STEPS, CompareArgs
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
@@ -47,6 +47,7 @@ from MaxText.experiments.comparison_plan import (
 from MaxText.experiments.ladder.learning_rate_sweep import SWEEP_SEED
 from MaxText.experiments.machine_shares import MachineShare, split_machine
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
+from MaxText.experiments.submission import check_folder, read_launch_options, submit_run
 from MaxText.experiments.tuning import (
     TUNING_FOLDER,
     TunedValue,
@@ -60,7 +61,6 @@ from MaxText.experiments.variants import Variant, confounding_keys, folder_of
 from MaxText.formatting import format_loss, format_table
 from MaxText.hardware.chips import Hardware
 from MaxText.launchers.commands import Commands
-from MaxText.launchers.slurm import SlurmOptions, submit
 from MaxText.monitoring.run_record import read_run
 from MaxText.monitoring.step_line import format_duration
 from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
@@ -72,7 +72,6 @@ Log = Callable[[str], None]
 
 TRAIN = REPOSITORY / "MaxText" / "train.py"
 _LOCK = ".running"
-_JOB_FILE = "slurm_job"  # in the folder of a submitted run
 _POLL_SECONDS = 0.1  # between looks at concurrent runs
 _PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 _ROUNDS = 2  # configurations alternate, so that a slow phase of the machine does not hit only one
@@ -163,8 +162,8 @@ def run_comparison(
         confounded = _log_plan(plan, variants, log_line, tuned)
         if prints_script:
             print_runs(chains, unfinished, command, log)
-        elif unfinished and request.launch == "slurm":
-            submit_runs(chains, unfinished, log)
+        elif unfinished and request.launch != "local":
+            submit_runs(request, chains, unfinished, log)
         elif unfinished:
             run_all(runs, unfinished, folder, log, find_shares(request, variants))
         else:
@@ -217,7 +216,7 @@ def _tune(
         run_chains(
             chains,
             folder,
-            launch=request.launch,
+            request=request,
             command=command,
             shares=shares,
             log=log_line,
@@ -243,7 +242,7 @@ def run_chains(
     chains: Sequence[StageSequence],
     folder: Path,
     *,
-    launch: Launch,
+    request: CompareArgs,
     command: Sequence[str],
     shares: Sequence[MachineShare],
     log: Log,
@@ -254,7 +253,7 @@ def run_chains(
     Args:
         chains: of an experiment.
         folder: of the experiment.
-        launch: where they run.
+        request: where they run, and with which options.
         command: as typed, the last line of a printed script.
         shares: of the machine.
         log: gets each line about the progress.
@@ -268,13 +267,13 @@ def run_chains(
     unfinished = [run for run in runs if not comparison_results.is_over(run)]
     if not unfinished:
         return
-    if launch == "local":
+    if request.launch == "local":
         run_all(runs, unfinished, folder, log, shares)
         return
-    if launch == "print":
+    if request.launch == "print":
         print_runs(chains, unfinished, command, print_script)
     else:
-        submit_runs(chains, unfinished, log)
+        submit_runs(request, chains, unfinished, log)
     raise RunsElsewhereError
 
 
@@ -367,34 +366,49 @@ def print_runs(
         log(line)
 
 
-def submit_runs(chains: Sequence[StageSequence], unfinished: Sequence[Trial], log: Log) -> None:
-    """Submits one SLURM job per unfinished run; stages of a chain wait for the previous one.
+def submit_runs(
+    request: CompareArgs,
+    chains: Sequence[StageSequence],
+    unfinished: Sequence[Trial],
+    log: Log,
+) -> None:
+    """Submits one job per unfinished run; SLURM's stages of a chain wait for the previous one.
 
-    Partition, time limit and devices are those of sbatch's variables, such as SBATCH_PARTITION and
-    SBATCH_GPUS_PER_NODE. A run whose job is still queued must not be submitted again, so its folder
-    gets a file with the job id, removed by hand to submit again.
+    Partition, time limit and devices of SLURM are those of sbatch's variables, such as
+    SBATCH_PARTITION and SBATCH_GPUS_PER_NODE, or of `launch_options`. A run whose job is still
+    queued must not be submitted again, so its folder gets a file with the job id, removed by hand
+    to submit again.
 
     Raises:
-      UserError: sbatch fails.
+      UserError: The client of the engine is missing or fails, or the runs' folder is not shared.
     """
-    commands = Commands(log, dry_run=False)
+    options, _ = read_launch_options(request.launch, request.launch_options)
+    assert options is not None, request.launch
+    commands = Commands(log, dry_run=options.dry_run)
+    check_folder(options, unfinished[0].folder)
     for chain in chains:
         previous = ""
         for run in (run for run in chain if run in unfinished):
-            submitted = run.folder / _JOB_FILE
+            submitted = run.folder / f"{request.launch}_job"
             if submitted.exists():
                 previous = submitted.read_text(encoding="utf-8").strip()
                 log(f"{run.name}: job {previous} was submitted earlier ({submitted})")
                 continue
             write_config(run)
             run.folder.mkdir(parents=True, exist_ok=True)
-            dependency = (f"--dependency=afterok:{previous}",) if previous else ()
-            job = SlurmOptions(
-                name=f"{run.label}_{run.seed}", log_dir=str(run.folder), sbatch=dependency
+            previous = submit_run(
+                options,
+                label=f"{run.label}_{run.seed}",
+                arguments=[str(run.config_path.absolute())],
+                folder=run.folder,
+                previous=previous,
+                commands=commands,
+                log=log,
             )
-            previous = submit(job, [str(run.config_path.absolute())], commands, log)
-            submitted.write_text(previous + "\n", encoding="utf-8")
-    log("Run the same command again once the jobs are done.")
+            if not options.dry_run:
+                submitted.write_text(previous + "\n", encoding="utf-8")
+    if not options.dry_run:
+        log("Run the same command again once the jobs are done.")
 
 
 def count_run_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:

@@ -5,8 +5,10 @@ the job again on other machines after a preemption, and after exit codes that sa
 """
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from MaxText import exit_codes
@@ -34,6 +36,12 @@ class SkyPilotOptions(LaunchOptions):
     infra: str = option("", "Where, e.g. gcp/us-east5/us-east5-a, k8s or slurm.", metavar="PLACE")
     version: str = option("", "Runtime version of a TPU VM, e.g. v2-alpha-tpuv5.")
     spot: bool = option(False, "Spot machines: cheaper, preempted at any time.")
+    mount: tuple[str, ...] = option(
+        (),
+        "Bucket and where to mount it, e.g. --mount=gs://bucket:/data; may be given several times.",
+        metavar="BUCKET:PATH",
+        repeated=True,
+    )
     log_dir: str = option("", "Folder of the task file.", metavar="DIR")
 
 
@@ -65,14 +73,29 @@ def skypilot_task(options: SkyPilotOptions, arguments: Sequence[str]) -> dict[st
             'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"',
         ]
     lines.append(f"exec {shlex.join(['.venv/bin/python', 'MaxText/train.py', *arguments])}")
-    return {
+    task: dict[str, Any] = {
         "name": options.name,
         "num_nodes": options.nodes,
         "resources": resources,
         "workdir": str(REPOSITORY),
+    }
+    if options.mount:
+        task["file_mounts"] = {
+            path: {"source": bucket, "mode": "MOUNT"} for bucket, path in _mounts(options)
+        }
+    return task | {
         "setup": f"bash setup.sh DEVICE={device}\n",
         "run": "\n".join([*lines, ""]),
     }
+
+
+def _mounts(options: SkyPilotOptions) -> list[tuple[str, str]]:
+    """Returns the bucket and the path of each mount."""
+    mounts = []
+    for mount in options.mount:
+        bucket, _, path = mount.rpartition(":")
+        mounts.append((bucket, path))
+    return mounts
 
 
 def submit(options: SkyPilotOptions, run: RunArguments, commands: Commands, log: Log) -> None:
@@ -92,10 +115,17 @@ def submit(options: SkyPilotOptions, run: RunArguments, commands: Commands, log:
         problems.append("--accelerators is needed, e.g. --accelerators=H100:8 or tpu-v5p-32")
     if options.version and not options.accelerators.startswith("tpu-"):
         problems.append(f"--version={options.version} is of TPU VMs")
-    if "://" not in run.folder:
+    problems += [
+        f"--mount={mount} is not of the form gs://BUCKET:/PATH"
+        for mount in options.mount
+        if not re.fullmatch(r"\w+://[^:]+:/.*", mount)
+    ]
+    is_mounted = any(Path(run.folder).is_relative_to(path) for _, path in _mounts(options))
+    if "://" not in run.folder and not is_mounted:
         problems.append(
             f"{run.folder} ends with the machine that it is on, so that a recovered job starts "
-            "from scratch: set base_output_directory to a bucket"
+            "from scratch: set base_output_directory to a bucket, or to a folder of a "
+            "--mount"
         )
     if problems:
         raise UserError("; ".join(problems) + ".")

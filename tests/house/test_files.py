@@ -233,7 +233,8 @@ BELOW = {
     "training": "config parallelism layers",
     "checkpointing": "config storage runtime",
     "monitoring": "config storage runtime",
-    "conversion": "config storage parallelism layers input_pipeline training checkpointing",
+    "conversion": "config storage monitoring parallelism layers input_pipeline training"
+    " checkpointing",
     "growth": "config parallelism layers training checkpointing conversion",
     "cost": "config storage runtime hardware parallelism layers input_pipeline training growth",
 }

@@ -131,7 +131,7 @@ class _Ladder:
         run_chains(
             chains,
             self.folder,
-            launch=self.request.launch,
+            request=self.request,
             command=self._command,
             shares=self._shares,
             log=self.log,
