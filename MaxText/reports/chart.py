@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Horizontal axes of a run's curves, and sizes of models.
-AxisName = Literal["tokens", "flops", "time", "step", "width", "depth"]
+AxisName = Literal["tokens", "flops", "time", "step", "width", "depth", "parameters"]
 
 # Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (

@@ -19,6 +19,7 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     warmup_problems,
 )
+from MaxText.experiments.ladder.ladder_args import is_size_grid
 from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
 from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, SWEEP_SEED
 from MaxText.experiments.ladder.rung_sizes import Size
@@ -29,6 +30,7 @@ from MaxText.experiments.ladder.rungs import (
     WIDTH_EXPONENTS,
     LadderRung,
 )
+from MaxText.experiments.ladder.size_law import MIN_CELLS
 from MaxText.experiments.solver import cost, solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.formatting import format_duration, format_table, pluralize, short_count
@@ -220,7 +222,8 @@ def _difference_messages(request: CompareArgs, variants: Sequence[Variant]) -> d
 
 def _timing_messages(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns which arms cannot be timed, as the shape of their batches changes."""
-    if not request.timings or request.launch != "local" or len(variants) == 1:
+    is_timed = request.timings > 0 and request.launch == "local" and not is_size_grid(request)
+    if not is_timed or len(variants) == 1:
         return {}
     changing = [
         variant.label
@@ -286,8 +289,10 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
     low = rungs[0].rung.compute
     high = rungs[-1].rung.compute
     total = sum(rung.compute for rung in rungs) * num_seeds
+    is_grid = is_size_grid(request)
+    kind = "grid" if is_grid else "ladder"
     lines = [
-        f"ladder of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
+        f"{kind} of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
         f"{', '.join(map(str, request.seeds))}; {pluralize(num_devices, 'device')}",
         *_rule_lines(request, rungs),
         "",
@@ -303,7 +308,12 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
             f"sweep the learning rate at the smallest {pluralize(len(swept), 'rung')}, with "
             "another seed."
         )
-    if len(labels) > 1:
+    if is_grid and len(rungs) < MIN_CELLS:
+        lines.append(
+            f"{len(rungs)} pairs of parameters and tokens are too few for E + A/N^alpha + "
+            f"B/D^beta, which needs {MIN_CELLS}; each compute still has its best size."
+        )
+    if len(labels) > 1 and not is_grid:
         smallest = smallest_speedup([rung.rung.compute for rung in rungs], num_seeds)
         lines.append(
             f"Power: such a ladder calls a speed-up of {smallest:.2f} in FLOPs or more "
@@ -323,9 +333,14 @@ def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
             f"width^{exponents} x batch^{BATCH_RATE_EXPONENT:g} x tokens^{TOKENS_RATE_EXPONENT:g}, "
             "from the file's width and the smallest rung's batch and tokens"
         )
+    tokens = (
+        f"{request.tokens_per_parameter:g} tokens per parameter of "
+        f"{rungs[0].rung.variants[0].label}, embeddings included"
+    )
+    if is_size_grid(request):
+        tokens = f"each at {pluralize(request.ladder or 1, 'compute')}"
     return [
-        f"  sizes: {request.sizes}; {request.tokens_per_parameter:g} tokens per parameter of "
-        f"{rungs[0].rung.variants[0].label}, embeddings included",
+        f"  sizes: {request.sizes}; {tokens}",
         f"  batch: tokens^{request.batch_exponent:g}, to three binary digits; the smallest rung "
         "has that of the file",
         f"  learning rate: {rate}",
