@@ -26,6 +26,7 @@ Trains configurations under one budget, with several seeds, and reports how they
   python MaxText/compare.py a.yml b.yml match=flops budget=1e15 solve_for=[steps,width] launch=print
   python MaxText/compare.py a.yml b.yml match=tokens seeds=3 tune=learning_rate
   python MaxText/compare.py a.yml b.yml ladder=6 from=1e13 to=1e16 tokens_per_parameter=20
+  python MaxText/compare.py a.yml sizes=sizes.yml ladder=5 from=1e13 to=1e15
 
 Run the same command again to resume. Keys (key=value) are those of train.py and override every
 configuration.

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Horizontal axes of a run's curves, sizes of models, and swept keys.
-AxisName = Literal["tokens", "flops", "time", "step", "width", "depth", "learning_rate"]
+AxisName = Literal[
+    "tokens", "flops", "time", "step", "width", "depth", "parameters", "learning_rate"
+]
 
 # Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (

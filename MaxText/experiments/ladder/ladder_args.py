@@ -21,6 +21,7 @@ SIZE_RULES = (WIDTH_AND_DEPTH, DEPTH_ONLY)
 
 MIN_RUNGS = 5  # fewer leave too few degrees of freedom for an interval; 6 are recommended
 MIN_SPAN = 30.0  # of compute; 100 or more are recommended
+MIN_GRID_SIZES = 5  # of a parabola; its three coefficients leave two degrees of freedom
 DEFAULT_SEEDS = (0, 1)
 _ADVISED_SPAN = 100.0
 
@@ -29,6 +30,14 @@ _ONE_SIZE = {
     "match": "every rung has equal FLOPs",
     "budget": "from= and to= are the FLOPs of the smallest and the largest rung",
     "solve_for": "steps are solved for",
+}
+# Options without effect where every size is trained at every compute.
+_NOT_OF_GRID = {
+    "aspect": "the file of sizes has the shapes",
+    "tokens_per_parameter": "the FLOPs and the size decide the tokens",
+    "linf": "the laws of a grid have an asymptote of their own",
+    "timings": "best sizes are those at equal FLOPs",
+    "target": "best sizes are those at equal FLOPs",
 }
 
 _COMPUTES = "FLOPs of one run, such as 1e13"
@@ -70,7 +79,7 @@ class LadderOptions:
     sizes: str | Path = option(
         WIDTH_AND_DEPTH,
         "Rule of the sizes: width_and_depth, depth, or a YAML file with a list of one mapping of "
-        "keys per rung.",
+        "keys per rung; with ladder=, from= and to=, every size of the file at every compute.",
         read=_sizes,
         accepts="width_and_depth, depth or a YAML file",
     )
@@ -126,14 +135,36 @@ def ladder_issues(options: LadderOptions, given: Collection[str]) -> list[Config
         message = "horizon_exponent: with transfer=none learning rates are those of the file"
         issues.append(_issue(message, "transfer=scaled"))
     if isinstance(options.sizes, Path):
-        fixed = [name for name in ("from", "to", "aspect") if name in given]
-        if fixed:
-            message = f"{', '.join(fixed)}: the file sizes={options.sizes} has the sizes"
-            issues.append(_issue(message, f"remove {'=, '.join(fixed)}="))
-        return issues
+        return issues + _listed_issues(options, given)
     if options.sizes == DEPTH_ONLY and options.aspect is not None:
         issues.append(_issue("aspect: with sizes=depth the width is that of the file", "one"))
     return issues + _span_issues(options)
+
+
+def _listed_issues(options: LadderOptions, given: Collection[str]) -> list[ConfigIssue]:
+    """Returns what is wrong with the options beside a file of sizes."""
+    if not is_size_grid(options):
+        fixed = [name for name in ("from", "to", "aspect") if name in given]
+        if not fixed:
+            return []
+        message = f"{', '.join(fixed)}: the file sizes={options.sizes} has the sizes"
+        remedy = f"remove {'=, '.join(fixed)}="
+        if "aspect" not in fixed:
+            remedy += ", or add ladder=5, which trains every size at that many computes"
+        return [_issue(message, remedy)]
+    issues = [
+        _issue(f"{name}: with every size at every compute, {reason}", f"remove {name}=")
+        for name, reason in _NOT_OF_GRID.items()
+        if name in given
+    ]
+    low, high = options.from_, options.to
+    if low is None or high is None or (low >= high) != (options.ladder == 1):
+        message = (
+            f"ladder={options.ladder} sizes={options.sizes}: every size is trained at that many "
+            "computes, between from= and to="
+        )
+        issues.append(_issue(message, "ladder=5 from=1e13 to=1e15"))
+    return issues
 
 
 def _span_issues(options: LadderOptions) -> list[ConfigIssue]:
@@ -179,10 +210,17 @@ def asks_for_ladder(options: LadderOptions) -> bool:
     return options.ladder is not None or isinstance(options.sizes, Path)
 
 
+def is_size_grid(options: LadderOptions) -> bool:
+    """Whether every size of a file is trained at every compute, to find the best sizes."""
+    return isinstance(options.sizes, Path) and options.ladder is not None
+
+
 def ladder_name(options: LadderOptions) -> str:
     """Returns what tells a ladder from others of the same configurations, for a folder's name."""
     ratio = f"{options.tokens_per_parameter:g}"
     if isinstance(options.sizes, Path):
+        if is_size_grid(options):
+            ratio = f"{options.ladder}_{options.from_:g}_{options.to:g}"
         return f"{options.sizes.stem}_{ratio}"
     return f"{options.ladder}_{options.from_:g}_{options.to:g}_{ratio}"
 

@@ -39,6 +39,7 @@ from MaxText.experiments.ladder.hardware_estimates import (
     HardwareEstimates,
     estimate_rungs,
 )
+from MaxText.experiments.ladder.ladder_args import is_size_grid
 from MaxText.experiments.ladder.ladder_plan import (
     SolvedRung,
     plan_lines,
@@ -64,6 +65,12 @@ from MaxText.experiments.ladder.preregistration import (
 )
 from MaxText.experiments.ladder.rung_sizes import Size
 from MaxText.experiments.ladder.rungs import LadderRung, plan_rungs
+from MaxText.experiments.ladder.size_study import (
+    study_lines,
+    study_sections,
+    study_sizes,
+    write_study_files,
+)
 from MaxText.experiments.solver import solve_plan
 from MaxText.experiments.tuning import (
     TUNING_FOLDER,
@@ -206,16 +213,17 @@ class _Ladder:
         """Returns the comparison of each rung, with the learning rates of a sweep."""
         return [solved.open_plan(self.folder, rates, self.request.seeds) for solved in self.rungs]
 
-    def preregister(self, arms: Sequence[Arm]) -> None:
+    def preregister(self, below: Mapping[str, tuple[Rung, ...]]) -> None:
         """Predicts the top rung from those below, unless it is predicted already.
 
         Args:
-          arms: With the rungs below the top.
+          below: Rungs below the top, by configuration.
         """
         if load_preregistration(self.folder) is None:
             top = self.rungs[-1].planned
             computes = {label: top[label].total("flops") for label in self.labels}
             try:
+                arms = [Arm(*item) for item in below.items()]
                 record = preregister(self.folder, arms, computes, self.request.linf)
             except UserError as error:
                 self.log(f"warning: no prediction of the top rung: {error}")
@@ -249,7 +257,7 @@ class _Ladder:
         estimates: HardwareEstimates,
     ) -> None:
         """Logs the verdict, and writes the report, its figures and its numbers."""
-        arms = self.measure(plans, chains, estimates)
+        arms = [Arm(*item) for item in self.measure(plans, chains, estimates).items()]
         timed = self.request.timings >= MIN_TIMINGS and all(
             len(rung.token_seconds) >= MIN_TIMINGS for arm in arms for rung in arm.rungs
         )
@@ -264,6 +272,47 @@ class _Ladder:
         notes = [*estimates.assumptions, *(estimates.describe_error(arms) if timed else [])]
         for line in ["", *summary_of(results), *notes, ""]:
             self.log(line)
+        written = write_ladder_files(self.folder, results)
+        self._write_page(
+            plans, chains, written, leading=ladder_sections(results), notes=notes, title="Ladder"
+        )
+
+    def report_sizes(
+        self, plans: Sequence[Plan], chains: Sequence[Sequence[StageSequence]]
+    ) -> None:
+        """Logs the best sizes, and writes the report, its figures and its numbers."""
+        studies = []
+        for label, measured in self.measure(plans, chains).items():
+            cells: dict[float, list[Rung]] = {}
+            for solved, rung in zip(self.rungs, measured, strict=True):
+                cells.setdefault(solved.rung.compute, []).append(rung)
+            studies.append(study_sizes(label, cells))
+        for line in ["", *(line for study in studies for line in study_lines(study)), ""]:
+            self.log(line)
+        written = write_study_files(self.folder, studies)
+        leading = study_sections(studies)
+        self._write_page(plans, chains, written, leading=leading, notes=(), title="Best sizes")
+
+    def _write_page(
+        self,
+        plans: Sequence[Plan],
+        chains: Sequence[Sequence[StageSequence]],
+        written: Sequence[Path],
+        *,
+        leading: Sequence[PageSection],
+        notes: Sequence[str],
+        title: str,
+    ) -> None:
+        """Writes report.html and runs.csv, and logs where everything is.
+
+        Args:
+          plans: Of the rungs.
+          chains: Runs of each rung.
+          written: Files that are there already.
+          leading: First sections of the page.
+          notes: Of how the rungs were planned.
+          title: Of the page, before the names of the configurations.
+        """
         deviations = [
             f"rung {solved.rung.number}: {line}"
             for solved, plan, of_rung in zip(self.rungs, plans, chains, strict=True)
@@ -271,8 +320,7 @@ class _Ladder:
         ]
         for line in deviations:
             self.log(f"warning: {line}")
-        written = write_ladder_files(self.folder, results)
-        written.append(self._write_runs_csv(chains))
+        files = [*written, self._write_runs_csv(chains)]
         records = [
             record
             for of_rung in chains
@@ -282,21 +330,21 @@ class _Ladder:
         report = write_report(
             records,
             self.folder,
-            title=f"Ladder of {' and '.join(self.labels)}",
+            title=f"{title} of {' and '.join(self.labels)}",
             groups=self._run_groups(plans),
-            leading=ladder_sections(results),
+            leading=leading,
             sections=[self._plan_section(notes), *self._tuning_sections()],
             warnings=deviations,
         )
-        self.log(f"Report: {report}; numbers: {', '.join(map(str, written))}")
+        self.log(f"Report: {report}; numbers: {', '.join(map(str, files))}")
 
     def measure(
         self,
         plans: Sequence[Plan],
         chains: Sequence[Sequence[StageSequence]],
         estimates: HardwareEstimates | None = None,
-    ) -> list[Arm]:
-        """Returns what the runs of the rungs measured; all of them are over.
+    ) -> dict[str, tuple[Rung, ...]]:
+        """Returns what the runs of the rungs measured, by configuration; all of them are over.
 
         Args:
           plans: Of the rungs, from the smallest on; those above may be missing.
@@ -329,7 +377,7 @@ class _Ladder:
                         ),
                     )
                 )
-        return [Arm(label, tuple(rungs[label])) for label in self.labels]
+        return {label: tuple(rungs[label]) for label in self.labels}
 
     def _run_groups(self, plans: Sequence[Plan]) -> dict[str, list[str]]:
         """Returns the run folders of each configuration and rung, for the curves of the report."""
@@ -435,13 +483,20 @@ def _hardware(request: CompareArgs, variants: Sequence[Variant]) -> Hardware | N
 
 
 def _climb(ladder: _Ladder) -> None:
-    """Runs all rungs but the top, predicts the top, runs it, and judges."""
+    """Runs all rungs but the top, predicts the top, runs it, and judges.
+
+    A grid of sizes and computes has no top: all of it runs, and best sizes are reported.
+    """
     rates = ladder.tune()
     plans = ladder.open_plans(rates)
     chains = [
         chains_of(plan, solved.with_rates(rates))
         for solved, plan in zip(ladder.rungs, plans, strict=True)
     ]
+    if is_size_grid(ladder.request):
+        ladder.run([chain for of_rung in chains for chain in of_rung])
+        ladder.report_sizes(plans, chains)
+        return
     ladder.run([chain for of_rung in chains[:-1] for chain in of_rung])
     ladder.preregister(ladder.measure(plans[:-1], chains[:-1]))
     ladder.run(chains[-1])

@@ -19,14 +19,16 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     warmup_problems,
 )
+from MaxText.experiments.ladder.ladder_args import is_size_grid
 from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
-from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
+from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, RATE_KEY
 from MaxText.experiments.ladder.rung_sizes import Size
 from MaxText.experiments.ladder.rungs import (
     BATCH_RATE_EXPONENT,
     LadderRung,
     width_exponent,
 )
+from MaxText.experiments.ladder.size_law import MIN_CELLS
 from MaxText.experiments.solver import cost, solve_plan, solved_variants, validation_errors
 from MaxText.experiments.tuning import tuning_plan_line
 from MaxText.experiments.variants import Variant, confounding_keys
@@ -223,7 +225,8 @@ def _difference_messages(request: CompareArgs, variants: Sequence[Variant]) -> d
 
 def _timing_messages(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns which arms cannot be timed, as the shape of their batches changes."""
-    if not request.timings or request.launch != "local" or len(variants) == 1:
+    is_timed = request.timings > 0 and request.launch == "local" and not is_size_grid(request)
+    if not is_timed or len(variants) == 1:
         return {}
     changing = [
         variant.label
@@ -289,8 +292,10 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
     low = rungs[0].rung.compute
     high = rungs[-1].rung.compute
     total = sum(rung.compute for rung in rungs) * num_seeds
+    is_grid = is_size_grid(request)
+    kind = "grid" if is_grid else "ladder"
     lines = [
-        f"ladder of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
+        f"{kind} of {len(rungs)} rungs, {low:.3g} to {high:.3g} FLOPs per run; seeds "
         f"{', '.join(map(str, request.seeds))}; {pluralize(num_devices, 'device')}",
         *_rule_lines(request, rungs),
         "",
@@ -299,9 +304,16 @@ def plan_lines(request: CompareArgs, rungs: Sequence[SolvedRung], num_devices: i
         f"{num_runs} runs of {total:.3g} FLOPs in total{_total_time(request, rungs)}.",
     ]
     if request.tune:
-        where = f"at the smallest {pluralize(request.lr_sweep, 'rung')}"
+        swept = sum(rung.rung.compute for rung in rungs[: request.lr_sweep])
+        flops = swept * len(FACTORS) * len(labels) * len(request.tune)
+        where = f"at the smallest {pluralize(request.lr_sweep, 'rung')} ({flops:.3g} FLOPs)"
         lines.append(tuning_plan_line(request.tune, len(labels) * request.lr_sweep, where))
-    if len(labels) > 1:
+    if is_grid and len(rungs) < MIN_CELLS:
+        lines.append(
+            f"{len(rungs)} pairs of parameters and tokens are too few for E + A/N^alpha + "
+            f"B/D^beta, which needs {MIN_CELLS}; each compute still has its best size."
+        )
+    if len(labels) > 1 and not is_grid:
         smallest = smallest_speedup([rung.rung.compute for rung in rungs], num_seeds)
         lines.append(
             f"Power: such a ladder calls a speed-up of {smallest:.2f} in FLOPs or more "
@@ -324,9 +336,14 @@ def _rule_lines(request: CompareArgs, rungs: Sequence[SolvedRung]) -> list[str]:
             f"x tokens^{-request.horizon_exponent:g}, "
             "from the file's width and the smallest rung's batch and tokens"
         )
+    tokens = (
+        f"{request.tokens_per_parameter:g} tokens per parameter of "
+        f"{rungs[0].rung.variants[0].label}, embeddings included"
+    )
+    if is_size_grid(request):
+        tokens = f"each at {pluralize(request.ladder or 1, 'compute')}"
     return [
-        f"  sizes: {request.sizes}; {request.tokens_per_parameter:g} tokens per parameter of "
-        f"{rungs[0].rung.variants[0].label}, embeddings included",
+        f"  sizes: {request.sizes}; {tokens}",
         f"  batch: tokens^{request.batch_exponent:g}, to three binary digits; the smallest rung "
         "has that of the file",
         f"  learning rate: {rate}",

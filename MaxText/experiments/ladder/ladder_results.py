@@ -211,19 +211,8 @@ def rung_rows(results: LadderResults) -> list[JsonObject]:
         for rung in arm.rungs:
             speedup = speedups.get(rung.compute)
             rows.append(
-                {
-                    "configuration": arm.label,
-                    "flops": rung.compute,
-                    "parameters": rung.parameters,
-                    "width": rung.width,
-                    "layers": rung.depth,
-                    "tokens": rung.tokens,
-                    "tokens_per_parameter": rung.tokens_per_parameter,
-                    "learning_rate": rung.learning_rate,
-                    "completed": len(rung.losses),
-                    "diverged": len(rung.diverged),
-                    "loss": rung.loss if rung.losses else None,
-                    "loss_sd": _deviation(rung),
+                measured_row(arm.label, rung)
+                | {
                     "residual": residuals.get(rung.compute),
                     "speedup": speedup and speedup.median,
                     "speedup_low": speedup and speedup.low,
@@ -232,6 +221,24 @@ def rung_rows(results: LadderResults) -> list[JsonObject]:
                 }
             )
     return rows
+
+
+def measured_row(label: str, rung: Rung) -> JsonObject:
+    """Returns what was measured at a rung, for a table."""
+    return {
+        "configuration": label,
+        "flops": rung.compute,
+        "parameters": rung.parameters,
+        "width": rung.width,
+        "layers": rung.depth,
+        "tokens": rung.tokens,
+        "tokens_per_parameter": rung.tokens_per_parameter,
+        "learning_rate": rung.learning_rate,
+        "completed": len(rung.losses),
+        "diverged": len(rung.diverged),
+        "loss": rung.loss if rung.losses else None,
+        "loss_sd": _deviation(rung),
+    }
 
 
 def _deviation(rung: Rung) -> float | None:

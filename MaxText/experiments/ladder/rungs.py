@@ -20,12 +20,19 @@ from MaxText.config.schema import Config, all_keys, dotted, flatten, unflatten
 from MaxText.config.sources import ALIASES
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import SET_PER_RUN, STEPS
-from MaxText.experiments.ladder.ladder_args import MIN_RUNGS, MIN_SPAN, LadderOptions
+from MaxText.experiments.ladder.ladder_args import (
+    MIN_GRID_SIZES,
+    MIN_RUNGS,
+    MIN_SPAN,
+    LadderOptions,
+    is_size_grid,
+)
 from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
 from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, compute_of_tokens, resize
 from MaxText.experiments.solver import cost, with_overrides
 from MaxText.experiments.tuning import with_key_factor
 from MaxText.experiments.variants import Variant
+from MaxText.formatting import short_count
 
 _EVAL_BATCH_KEY = "eval_per_device_batch_size"
 _BATCH_KEYS = (
@@ -91,17 +98,22 @@ def plan_rungs(
         listed = read_sizes(options.sizes)
         arms, issues = _listed_arms(listed, options.sizes, variants)
     else:
-        assert options.ladder is not None
-        assert options.from_ is not None
-        assert options.to is not None
-        listed = [{}] * options.ladder
-        spaced = np.geomspace(options.from_, options.to, options.ladder).tolist()
+        spaced = _spaced_computes(options)
+        listed = [{}] * len(spaced)
         sizes, issues = choose_sizes(variants, spaced, options, num_devices)
         arms = [_resized(variants, size) for size in sizes]
     costs = [cost(arm[0].config, num_devices) for arm in arms]
     tokens = [options.tokens_per_parameter * measured.parameters for measured in costs]
     computes = [compute_of_tokens(c, of_rung) for c, of_rung in zip(costs, tokens, strict=True)]
-    if isinstance(options.sizes, Path):
+    if is_size_grid(options):
+        issues = issues or _grid_issues(options, [measured.parameters for measured in costs])
+        spaced = _spaced_computes(options)
+        computes = [compute for compute in spaced for _ in costs]
+        flops_per_token = [compute_of_tokens(measured, 1.0) for measured in costs] * len(spaced)
+        tokens = [c / each for c, each in zip(computes, flops_per_token, strict=True)]
+        arms = arms * len(spaced)
+        listed = [*listed] * len(spaced)
+    elif isinstance(options.sizes, Path):
         issues = issues or _listed_issues(options.sizes, computes)
     unknown = {v.config.optimizer.opt_type for v in variants if width_exponent(v.config) is None}
     if unknown and options.transfer == "scaled":
@@ -123,6 +135,26 @@ def plan_rungs(
         )
         rungs.append(LadderRung(index + 1, computes[index], scaled))
     return rungs, []
+
+
+def _spaced_computes(options: LadderOptions) -> list[float]:
+    """Returns FLOPs evenly spaced in their logarithm."""
+    assert options.ladder is not None
+    assert options.from_ is not None
+    assert options.to is not None
+    return np.geomspace(options.from_, options.to, options.ladder).tolist()
+
+
+def _grid_issues(options: LadderOptions, parameters: Sequence[int]) -> list[ConfigIssue]:
+    """Returns what is wrong with the sizes of a grid."""
+    messages = []
+    if len(parameters) < MIN_GRID_SIZES:
+        messages.append(f"{len(parameters)} sizes: a parabola needs at least {MIN_GRID_SIZES}")
+    if any(low >= high for low, high in itertools.pairwise(parameters)):
+        listed = ", ".join(map(short_count, parameters))
+        messages.append(f"the parameters of its sizes do not ascend: {listed}")
+    place = ("command line",)
+    return [ConfigIssue(f"sizes={options.sizes}: {message}", place) for message in messages]
 
 
 def _with_room_for_warmup(variant: Variant) -> Variant:

@@ -56,7 +56,14 @@ def planned(*arguments: str):
         ("from=1e13 to=1e16", "from, to: .*ladder= is missing", "ladder=6"),
         ("lr_sweep=2", "lr_sweep: .*ladder= is missing", "ladder=6"),
         ("ladder=6 from=1e13 to=1e16 sizes=depth aspect=8", "aspect: with sizes=depth", "one"),
-        ("sizes=sizes.yml from=1e13", "from: the file", "remove from="),
+        ("sizes=sizes.yml from=1e13", "from: the file", "remove from=, or add ladder=5"),
+        ("sizes=sizes.yml ladder=5 from=1e13", "between from= and to=", "ladder=5 from=1e13"),
+        ("sizes=sizes.yml ladder=2 from=1e9 to=1e9", "between from= and to=", "ladder=5"),
+        (
+            "sizes=sizes.yml ladder=2 from=1e9 to=2e9 tokens_per_parameter=9",
+            "tokens_per_parameter: .*the FLOPs and the size decide",
+            "remove tokens_per_parameter=",
+        ),
     ],
 )
 def test_options_that_make_no_ladder_are_refused(configs, arguments, message, remedy):
@@ -183,32 +190,58 @@ def test_listed_sizes_set_keys_of_all_arms(configs):
     assert "a law needs 30" in remedies(issues)
 
 
+def test_every_size_is_planned_at_every_compute(configs):
+    widths = (16, 24, 32, 40, 48)
+    lines = [f"- {{base_emb_dim: {width}}}" for width in widths]
+    Path("sizes.yml").write_text("\n".join(lines))
+    grid = ("ladder=2", "from=2e9", "to=8e9", "per_device_batch_size=2")
+    request, rungs, issues = planned("a.yml", "b.yml", "sizes=sizes.yml", *grid)
+    assert not issues
+    computes = [solved.rung.compute for solved in rungs]
+    assert computes == pytest.approx([2e9] * 5 + [8e9] * 5)
+    sizes = [Size.of(solved.rung.variants[1].config).width for solved in rungs]
+    assert sizes == [*widths, *widths]
+    for solved in rungs:
+        for label in ("a", "b"):
+            total = solved.planned[label].total("flops")
+            assert total == pytest.approx(solved.rung.compute, rel=request.tolerance)
+    text = "\n".join(plan_lines(request, rungs, 1))
+    assert "grid of 10 rungs" in text
+    assert "10 pairs of parameters and tokens are too few" in text
+    assert "Power" not in text
+    Path("sizes.yml").write_text("\n".join(lines[:1:-1]))
+    _, rungs, issues = planned("a.yml", "sizes=sizes.yml", *grid)
+    assert not rungs
+    assert "3 sizes: a parabola needs at least 5" in remedies(issues)
+    assert "do not ascend" in remedies(issues)
+
+
 def remedies(issues) -> str:
     return "\n".join(line for issue in issues for line in issue.lines())
 
 
 def test_all_problems_of_a_plan_are_told_at_once_with_plans_that_work(configs):
     Path("d.yml").write_text("base_config: b.yml\nlearning_rate: 0.5\n")
-    arguments = ["a.yml", "d.yml", *LADDER, "warmup_steps=6000"]
+    arguments = ["a.yml", "d.yml", *LADDER, "warmup_steps=20000"]
     _, _, issues = planned(*arguments)
     text = remedies(issues)
     assert "differ outside of the model in learning_rate: 0.01 (a); 0.5 (d)" in text
     assert "tune=learning_rate" in text
-    assert "within its warm-up of 6,000 steps" in text
+    assert "within its warm-up of 20,000 steps" in text
     assert "warmup_steps=-1" in text
     _, _, issues = planned("a.yml", "b.yml", *LADDER, "warmup_steps=-1")
     assert not issues
-    _, _, issues = planned("a.yml", *LADDER, "warmup_steps=2000", "per_device_batch_size=4")
+    _, _, issues = planned("a.yml", *LADDER, "warmup_steps=8000", "per_device_batch_size=4")
     (batch,) = set(re.findall(r"per_device_batch_size=\S+(?=,)", remedies(issues[:1])))
-    _, _, issues = planned("a.yml", *LADDER, "warmup_steps=2000", batch)
+    _, _, issues = planned("a.yml", *LADDER, "warmup_steps=8000", batch)
     assert not issues
 
 
 def test_a_ladder_below_the_smallest_size_names_the_nearest_that_works(configs):
-    _, rungs, issues = planned("a.yml", "ladder=5", "from=1e6", "to=1e8", *LADDER[3:])
+    _, rungs, issues = planned("a.yml", "ladder=5", "from=1e9", "to=1e11", *LADDER[3:])
     assert not rungs
     text = remedies(issues)
-    assert "rung 1: the nearest size to 1e+06 FLOPs, width " in text
+    assert "rung 1: the nearest size to 1e+09 FLOPs, width " in text
     options = re.findall(r"(?:from|to)=[^\s,]+", text)[:2]
     _, rungs, _ = planned("a.yml", "ladder=5", *options, *LADDER[3:])
     assert len(rungs) == 5

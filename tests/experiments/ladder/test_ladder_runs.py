@@ -86,7 +86,7 @@ def test_the_top_rung_runs_after_its_prediction_and_nothing_runs_twice(trained):
     record = json.loads(Path("out/preregistration.json").read_text())
     assert f"SHA-256 {record['sha256']}" in text
     assert re.search(
-        r"a at [78].[0-9]+e\+10 FLOPs: predicted .*; measured .*, inside the interval", text
+        r"a at [0-9.]+e\+10 FLOPs: predicted .*; measured .*, inside the interval", text
     )
     assert "b against a: " in text
     files = {path.name for path in Path("out").iterdir()}
@@ -137,6 +137,34 @@ def test_a_run_that_diverges_is_shown_and_does_not_end_the_ladder(trained, monke
     text = "\n".join(climb("a.yml", "sizes=sizes.yml", *LADDER[3:]))
     assert "diverged at step 0" in text
     assert "a: 2 of 2 runs at" in text
+
+
+def test_a_grid_of_sizes_and_computes_gives_the_best_sizes(trained, monkeypatch):
+    widths = (16, 24, 32, 48, 64)
+    Path("sizes.yml").write_text("\n".join(f"- {{base_emb_dim: {width}}}" for width in widths))
+
+    def of_size_and_data(keys):
+        sequences = keys["steps"] * keys["per_device_batch_size"]
+        return 1.0 + 8 * keys["base_emb_dim"] ** -0.5 + 40 * sequences**-0.5
+
+    monkeypatch.setitem(globals(), "loss_of", of_size_and_data)
+    command = ("a.yml", "sizes=sizes.yml", "ladder=5", "from=5e8", "to=4e9", "seeds=1")
+    command += (*LADDER[4:8], "batch_exponent=0")
+    lines = climb(*command)
+    assert len(trained) == 25
+    text = "\n".join(lines)
+    assert re.search(r"a at 1.41e\+09 FLOPs: best size .* 5 sizes", text)
+    assert re.search(r"a: E \+ A/N\^alpha \+ B/D\^beta with E [01]\.", text)
+    assert "a, no best size at 4e+09 FLOPs: " in text  # as its best size lies above them all
+    record = json.loads(Path("out/sizes.json").read_text())
+    assert len(record["cells"]) == 25
+    low, _, high = record["configurations"]["a"]["law"]["beta"]
+    assert low <= 0.5 <= high
+    files = {path.name for path in Path("out").iterdir()}
+    assert files >= {"sizes.csv", "sizes_a.png", "runs.csv", "report.html"}
+    trained.clear()
+    assert text.splitlines()[-3:] == climb(*command)[-3:]
+    assert not trained
 
 
 def test_printed_ladders_stop_below_the_top(trained):
