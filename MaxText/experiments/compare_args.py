@@ -16,12 +16,14 @@ from MaxText.config.schema import all_keys, dotted
 from MaxText.config.values import UntypedValue
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 from MaxText.experiments.ladder.ladder_args import (
+    DECAY_KEY,
     DEFAULT_SEEDS,
+    RATE_KEY,
+    SWEEP_SEED,
     LadderOptions,
     asks_for_ladder,
     ladder_issues,
 )
-from MaxText.experiments.ladder.learning_rate_sweep import DECAY_KEY, RATE_KEY, SWEEP_SEED
 from MaxText.experiments.submission import read_launch_options
 
 Match = Literal["params", "flops", "tokens", "time"]

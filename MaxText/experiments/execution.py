@@ -44,7 +44,7 @@ from MaxText.experiments.comparison_plan import (
     run_config,
     warmup_problems,
 )
-from MaxText.experiments.ladder.learning_rate_sweep import SWEEP_SEED
+from MaxText.experiments.ladder.ladder_args import SWEEP_SEED
 from MaxText.experiments.machine_shares import MachineShare, split_machine
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.submission import check_folder, read_launch_options, submit_run

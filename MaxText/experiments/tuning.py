@@ -14,10 +14,9 @@ from typing import NamedTuple
 from MaxText.config.schema import flatten, unflatten
 from MaxText.experiments import comparison_results
 from MaxText.experiments.comparison_plan import Plan, StageSequence, chains_of
+from MaxText.experiments.ladder.ladder_args import DECAY_KEY, SWEEP_SEED
 from MaxText.experiments.ladder.learning_rate_sweep import (
-    DECAY_KEY,
     FACTORS,
-    SWEEP_SEED,
     RateOptimum,
     find_optimum,
     run_sweeps,

@@ -34,8 +34,7 @@ from MaxText.experiments.compare_args import (
     CompareArgs,
     expand_sweep,
 )
-from MaxText.experiments.ladder.ladder_args import asks_for_ladder, ladder_name
-from MaxText.experiments.ladder.learning_rate_sweep import DECAY_KEY
+from MaxText.experiments.ladder.ladder_args import DECAY_KEY, asks_for_ladder, ladder_name
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60

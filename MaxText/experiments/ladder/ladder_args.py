@@ -23,6 +23,10 @@ MIN_RUNGS = 5  # fewer leave too few degrees of freedom for an interval; 6 are r
 MIN_SPAN = 30.0  # of compute; 100 or more are recommended
 MIN_GRID_SIZES = 5  # of a parabola; its three coefficients leave two degrees of freedom
 DEFAULT_SEEDS = (0, 1)
+SWEEP_SEED = 10_000  # of runs that tune a hyper-parameter
+
+RATE_KEY = "learning_rate"
+DECAY_KEY = "adam_weight_decay"
 _ADVISED_SPAN = 100.0
 
 # Options that plan a comparison at one size, and what decides in a ladder instead.

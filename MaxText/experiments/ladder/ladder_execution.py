@@ -39,7 +39,7 @@ from MaxText.experiments.ladder.hardware_estimates import (
     HardwareEstimates,
     estimate_rungs,
 )
-from MaxText.experiments.ladder.ladder_args import is_size_grid
+from MaxText.experiments.ladder.ladder_args import RATE_KEY, SWEEP_SEED, is_size_grid
 from MaxText.experiments.ladder.ladder_plan import (
     SolvedRung,
     plan_lines,
@@ -49,13 +49,7 @@ from MaxText.experiments.ladder.ladder_plan import (
 )
 from MaxText.experiments.ladder.ladder_report import ladder_sections, write_ladder_files
 from MaxText.experiments.ladder.ladder_results import analyze_ladder, summary_of
-from MaxText.experiments.ladder.learning_rate_sweep import (
-    RATE_KEY,
-    SWEEP_SEED,
-    combine_rungs,
-    find_optimum,
-    run_sweeps,
-)
+from MaxText.experiments.ladder.learning_rate_sweep import combine_rungs, find_optimum, run_sweeps
 from MaxText.experiments.ladder.measurements import Arm, Rung
 from MaxText.experiments.ladder.preregistration import (
     check_preregistered,

@@ -19,9 +19,9 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     warmup_problems,
 )
-from MaxText.experiments.ladder.ladder_args import is_size_grid
+from MaxText.experiments.ladder.ladder_args import RATE_KEY, is_size_grid
 from MaxText.experiments.ladder.ladder_power import POWER, smallest_speedup
-from MaxText.experiments.ladder.learning_rate_sweep import FACTORS, RATE_KEY
+from MaxText.experiments.ladder.learning_rate_sweep import FACTORS
 from MaxText.experiments.ladder.rung_sizes import Size
 from MaxText.experiments.ladder.rungs import (
     BATCH_RATE_EXPONENT,

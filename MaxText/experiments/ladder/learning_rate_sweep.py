@@ -12,13 +12,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from MaxText.errors import UserError
-
-RATE_KEY = "learning_rate"
-DECAY_KEY = "adam_weight_decay"
+from MaxText.experiments.ladder.ladder_args import DECAY_KEY, RATE_KEY
 
 # Of the configuration's value; later rounds go on beyond the edge that was best.
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-SWEEP_SEED = 10_000
 _MAX_ROUNDS = 3
 _ADDED = 2  # factors of a later round
 _NEIGHBORS = 2  # points on each side of the best one that the parabola is fitted to

@@ -24,10 +24,10 @@ from MaxText.experiments.ladder.ladder_args import (
     MIN_GRID_SIZES,
     MIN_RUNGS,
     MIN_SPAN,
+    RATE_KEY,
     LadderOptions,
     is_size_grid,
 )
-from MaxText.experiments.ladder.learning_rate_sweep import RATE_KEY
 from MaxText.experiments.ladder.rung_sizes import Size, choose_sizes, compute_of_tokens, resize
 from MaxText.experiments.solver import cost, with_overrides
 from MaxText.experiments.tuning import with_key_factor
