@@ -130,7 +130,7 @@ def test_a_killed_session_resumes_to_the_same_ledger_and_measures_its_keeper(sta
     run = tmp_path / "killed/candidates/faster/seed_1"
     wait_for(run / "events.jsonl")
     process.kill()
-    process.wait()
+    process.communicate()
     orphan = int(run.with_name("seed_1.pid").read_text())
     os.kill(orphan, 0)  # it has outlived the session
     resumed = start("output=killed", "jobs=2", "--final")
