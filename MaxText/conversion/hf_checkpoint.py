@@ -7,6 +7,7 @@ needs torch. Downloads nothing: hub ids resolve to the local cache.
 import collections
 import functools
 import os
+import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -351,7 +352,12 @@ def _open_torch(file: Path) -> Mapping[str, Any]:
         # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # of many types; objects other than tensors are refused
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{file} cannot be read by torch as tensors alone: it is damaged, or holds other "
+            "objects, which can run arbitrary code. Copy it again, or use a model.safetensors."
+        ) from error
+    except Exception as error:  # of many types
         reason = first_line(error)[:200]
         raise UserError(
             f"{file} cannot be read by torch: {reason}. Copy it again, or use a model.safetensors."

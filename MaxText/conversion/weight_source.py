@@ -98,6 +98,8 @@ def check_arrays(
     }
     problems = compatibility.mismatches(stored_specs, specs)
     if problems:
+        # Arrays that are there and differ say more than those that are missing.
+        problems.sort(key=lambda problem: not problem.startswith("other"))
         lines = problems[:_MAX_LINES]
         num_omitted = len(problems) - len(lines)
         if num_omitted:
