@@ -66,10 +66,10 @@ def test_families(family):
 
 @pytest.mark.slow
 def test_depth():
-    plan = plan_of(64, depths=(2, 4, 8), tolerance=0.15)
+    plan = plan_of(64, depths=(2, 4, 8), tolerance=0.2)
     assert not failures(config_of("llama2", "completep"), plan, "depth")
     quantities = check_size(config_of("llama2", "standard"), plan, "depth", print)
-    assert any(quantity.slope().low > 0.15 for quantity in quantities)
+    assert any(quantity.slope().low > 0.2 for quantity in quantities)
 
 
 def test_widths_differ_in_all_sizes():

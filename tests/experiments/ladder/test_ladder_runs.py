@@ -201,7 +201,9 @@ def test_runs_train_at_the_same_time_on_shares(one_device, monkeypatch):
 @pytest.mark.slow
 def test_a_tiny_ladder_end_to_end(configs, monkeypatch):
     """Two arms, five rungs, real training; the second call trains nothing."""
-    command = ["a.yml", "b.yml", *LADDER, "eval_steps=1", "seeds=1", "timings=0"]
+    # So slow a rate that the losses of all rungs fall with their compute.
+    rate = "learning_rate=1e-3"
+    command = ["a.yml", "b.yml", *LADDER, "eval_steps=1", "seeds=1", "timings=0", rate]
     text = "\n".join(climb(*command))
     assert len(list(Path("out").glob("rung_*/*/seed_0/events.jsonl"))) == 10
     assert "b against a: " in text
