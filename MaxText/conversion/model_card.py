@@ -170,6 +170,6 @@ def _use_lines(name: str, unsupported: str) -> list[str]:
 
 def _table(rows: Mapping[str, Any]) -> list[str]:
     """Returns a table of two columns, without rows that are unknown."""
-    known = {name: value for name, value in rows.items() if value not in (None, "")}
-    cells = {name: str(value).replace("|", "\\|") for name, value in known.items()}
+    known_rows = {name: value for name, value in rows.items() if value not in (None, "")}
+    cells = {name: str(value).replace("|", "\\|") for name, value in known_rows.items()}
     return ["| | |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in cells.items())]

@@ -218,8 +218,8 @@ class CompareArgs(CompareOptions):
         """The same configurations at the size of `tune_at`."""
         assert isinstance(self.tune_at, dict)
         changed = [f"{name}={values.to_yaml(value)}" for name, value in self.tune_at.items()]
-        kept = [key for key in self.keys if key.partition("=")[0] not in self.tune_at]
-        return dataclasses.replace(self, keys=(*kept, *changed))
+        other_keys = [key for key in self.keys if key.partition("=")[0] not in self.tune_at]
+        return dataclasses.replace(self, keys=(*other_keys, *changed))
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:

@@ -160,12 +160,17 @@ def run_comparison(
         log_line = log_comment if prints_script else log
 
         confounded = _log_plan(plan, variants, log_line, tuned)
-        if prints_script:
-            print_runs(chains, unfinished, command, log)
-        elif unfinished and request.launch != "local":
-            submit_runs(request, chains, unfinished, log)
-        elif unfinished:
-            run_all(runs, unfinished, folder, log, find_shares(request, variants))
+        if unfinished:
+            with contextlib.suppress(RunsElsewhereError):  # what is over is reported
+                run_chains(
+                    chains,
+                    folder,
+                    request=request,
+                    command=command,
+                    shares=find_shares(request, variants),
+                    log=log,
+                    print_script=log,
+                )
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
         sections = [comparison_results.budget_section(plan, variants, confounded, command)]

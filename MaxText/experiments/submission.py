@@ -80,11 +80,11 @@ def check_folder(options: LaunchOptions, folder: Path) -> None:
 def _check_within(folder: Path, form: str, places: tuple[str, ...]) -> None:
     paths = [place.rpartition(":")[2] for place in places]
     if not any(folder.absolute().is_relative_to(path) for path in paths):
-        found = ", ".join(paths) or "none"
+        shared_paths = ", ".join(paths) or "none"
         raise UserError(
             f"output={folder} is in no folder that the jobs share with this machine (there: "
-            f"{found}). Set output= to a folder below PATH of launch_options='{form}', which has "
-            "to be the same folder here."
+            f"{shared_paths}). Set output= to a folder below PATH of launch_options='{form}', "
+            "which has to be the same folder here."
         )
 
 

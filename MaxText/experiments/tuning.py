@@ -98,7 +98,7 @@ def tune(
             variant.label: functools.partial(_swept_run, plan, variant, key) for variant in variants
         }
         losses = run_sweeps(sweeps, run, loss_of, key)
-        found = [
+        tuned_values = [
             TunedValue(
                 label=variant.label,
                 key=key,
@@ -108,8 +108,8 @@ def tune(
             )
             for variant in variants
         ]
-        variants = apply_tuned(variants, found)
-        tuned += found
+        variants = apply_tuned(variants, tuned_values)
+        tuned += tuned_values
     return tuned
 
 

@@ -161,7 +161,8 @@ def _listed_issues(options: LadderOptions, given: Collection[str]) -> list[Confi
         for name, reason in _NOT_OF_GRID.items()
         if name in given
     ]
-    low, high = options.from_, options.to
+    low = options.from_
+    high = options.to
     if low is None or high is None or (low >= high) != (options.ladder == 1):
         message = (
             f"ladder={options.ladder} sizes={options.sizes}: every size is trained at that many "

@@ -167,7 +167,7 @@ class _Ladder:
         losses = run_sweeps(sweeps, self.run, loss_of, key)
         factors = {}
         for label in self.labels:
-            found = [
+            tuned_values = [
                 TunedValue(
                     label=label,
                     key=key,
@@ -180,11 +180,11 @@ class _Ladder:
                 for variant in rung.variants
                 if variant.label == label
             ]
-            factors[label] = combine_rungs([value.optimum for value in found])
-            for value in found:
+            factors[label] = combine_rungs([value.optimum for value in tuned_values])
+            for value in tuned_values:
                 self.log(value.line)
             self.log(f"{key} of {label}: all rungs get {factors[label]:.3g} times their own")
-            self.tuned += found
+            self.tuned += tuned_values
         return factors
 
     def _swept_run(

@@ -153,8 +153,9 @@ def _grid_issues(options: LadderOptions, parameters: Sequence[int]) -> list[Conf
     if any(low >= high for low, high in itertools.pairwise(parameters)):
         listed = ", ".join(map(short_count, parameters))
         messages.append(f"the parameters of its sizes do not ascend: {listed}")
-    place = ("command line",)
-    return [ConfigIssue(f"sizes={options.sizes}: {message}", place) for message in messages]
+    return [
+        ConfigIssue(f"sizes={options.sizes}: {message}", ("command line",)) for message in messages
+    ]
 
 
 def _with_room_for_warmup(variant: Variant) -> Variant:

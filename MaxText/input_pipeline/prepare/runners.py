@@ -54,7 +54,7 @@ def tokenize_with_beam(tokenization: Tokenization, jobs: Sequence[ShardJob]) -> 
     except ImportError as error:
         raise _missing("beam", "apache-beam") from error
     options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
-    tokenize_job = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
+    tokenize_job = functools.partial(_tokenize_once, tokenization)
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle, Beam would fuse everything into one bundle.
@@ -66,7 +66,7 @@ def tokenize_with_beam(tokenization: Tokenization, jobs: Sequence[ShardJob]) -> 
             )
     except Exception as error:  # runners raise errors of their own about those of workers
         raise UserError(f"prepare.runner=beam: {error}") from error
-    return [tokenize_job(numbered_job) for numbered_job in enumerate(jobs)]
+    return _results(tokenization, jobs)
 
 
 def tokenize_with_datatrove(tokenization: Tokenization, jobs: Sequence[ShardJob]) -> Results:
@@ -110,8 +110,19 @@ def tokenize_with_datatrove(tokenization: Tokenization, jobs: Sequence[ShardJob]
         raise UserError(
             f"prepare.runner=datatrove: {error}. Logs: {logging_dir}. The same command resumes."
         ) from error
-    tokenize_job = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
-    return [tokenize_job(numbered_job) for numbered_job in enumerate(jobs)]
+    return _results(tokenization, jobs)
+
+
+def _tokenize_once(
+    tokenization: Tokenization, numbered_job: tuple[int, ShardJob]
+) -> dict[str, Any]:
+    """Returns the result of a shard from the ledger, or tokenizes it."""
+    return run_once(tokenize_shard, tokenization.ledger, tokenization, numbered_job)
+
+
+def _results(tokenization: Tokenization, jobs: Sequence[ShardJob]) -> Results:
+    """Returns the results of all shards, which an engine has left in the ledger."""
+    return [_tokenize_once(tokenization, numbered_job) for numbered_job in enumerate(jobs)]
 
 
 class _DatatroveStep:
@@ -123,8 +134,7 @@ class _DatatroveStep:
 
     def __call__(self, data: object, rank: int = 0, world_size: int = 1) -> None:
         """Tokenizes a shard that is not in the ledger."""
-        job = (rank, self.jobs[rank])
-        run_once(tokenize_shard, self.tokenization.ledger, self.tokenization, job)
+        _tokenize_once(self.tokenization, (rank, self.jobs[rank]))
 
 
 def _slurm_arguments() -> dict[str, Any]:
