@@ -186,6 +186,8 @@ def _draw_data(axes: "Axes", chart: Chart, axis: Axis) -> None:
         # matplotlib hides labels that start with an underscore.
         label = f" {series.label}" if series.label.startswith("_") else series.label
         style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}
+        if series.kind == "points" and series.low is not None:
+            style["markerfacecolor"] = "white"  # hollow: an estimate, not a run
         axes.plot(x, series.y, color=color, label=label, **style)
     for label, level in chart.references:
         axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)

@@ -166,6 +166,7 @@ def _add_fixed_series(figure: go.Figure, series: Series, x: np.ndarray) -> None:
                 "color": color,
                 "symmetric": False,
             }
+            style["marker_symbol"] = "circle-open"  # an estimate, not a run
         else:
             edge = positions | {"mode": "lines", "line_width": 0, "hoverinfo": "skip"}
             edge["showlegend"] = False
