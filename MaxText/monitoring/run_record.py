@@ -1,6 +1,7 @@
 """Reads the record of a run from its folder, while it runs or afterwards."""
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -284,16 +285,20 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
     if not file.exists():
         return {}
     try:
-        text = file.read_text(encoding="utf-8")
-        root = values.compose(text)
-        if not isinstance(root, yaml.MappingNode):
-            raise values.InvalidValueError("not a mapping of keys to values")
-        for _, node in root.value:
-            values.from_node(node)  # bounded, with all aliases expanded
-        config = yaml.safe_load(text)
+        return _parse_config(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # dates that do not exist are ValueErrors
         raise UserError(
             f"{file} is not valid: {error}. Restore it, or remove it to read the run without its "
             "configuration."
         ) from error
+
+
+@functools.lru_cache(maxsize=256)  # comparisons read the records of their runs again and again
+def _parse_config(text: str) -> Mapping[str, Any]:
+    root = values.compose(text)
+    if not isinstance(root, yaml.MappingNode):
+        raise values.InvalidValueError("not a mapping of keys to values")
+    for _, node in root.value:
+        values.from_node(node)  # bounded, with all aliases expanded
+    config = yaml.safe_load(text)
     return {str(name): value for name, value in config.items()}
