@@ -66,8 +66,9 @@ def find_optimum(losses: Mapping[float, float | None], key: str = RATE_KEY) -> R
     curvature, slope, _ = np.polyfit(x, [completed[factor] for factor in near], 2)
     if curvature <= 0:
         return RateOptimum(best, 0)
-    # Within the tried neighbors: a flat parabola may have its minimum far away.
-    low, high = math.log(factors[index - 1] / best), math.log(factors[index + 1] / best)
+    # Nearer to the best than to its neighbors, as the minimum of a parabola through these three is.
+    # That of a fit to more points may lie anywhere, at a neighbor that was tried and is worse.
+    low, high = math.log(factors[index - 1] / best) / 2, math.log(factors[index + 1] / best) / 2
     vertex = min(max(-slope / (2 * curvature), low), high)
     return RateOptimum(best * math.exp(vertex), 0)
 
