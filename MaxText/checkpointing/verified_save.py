@@ -113,7 +113,7 @@ def save_context(storage: CheckpointStorageConfig) -> ocp.Context:
     context.memory.write_concurrent_bytes = storage.concurrent_gb * BYTES_PER_GB
     if storage.device_host_concurrent_gb is not None:
         context.memory.transfer_concurrent_bytes = storage.device_host_concurrent_gb * BYTES_PER_GB
-    registry = ocp.handlers.local_registry()
+    registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(VerifiedArraysHandler, checkpointable_name=ITEMS)
     for item in (POSITION, METADATA):
         registry.add(VerifiedJsonHandler, checkpointable_name=item)
