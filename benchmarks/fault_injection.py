@@ -232,7 +232,7 @@ def arrays_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
     import numpy as np
     import orbax.checkpoint.experimental.v1 as ocp
 
-    checkpoint = folder / "checkpoints" / str(step)
+    checkpoint = str(folder / "checkpoints" / str(step))
     described = ocp.metadata(checkpoint, checkpointable_name="items").metadata
     # Onto the host: the devices that wrote it may be those of several processes.
     abstract = jax.tree.map(lambda _: np.ndarray, described)

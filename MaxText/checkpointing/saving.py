@@ -144,6 +144,7 @@ class CheckpointSaver:
         """
         if self._completion is None:
             return
+        assert self._saving is not None
         done = threading.Event()
         threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
