@@ -230,14 +230,13 @@ def arrays_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
     """Every array of a checkpoint, by name."""
     import jax
     import numpy as np
-    import orbax.checkpoint as ocp
-    from etils import epath
+    import orbax.checkpoint.experimental.v1 as ocp
 
-    items = epath.Path(folder) / "checkpoints" / str(step) / "items"
+    checkpoint = str(folder / "checkpoints" / str(step))
+    described = ocp.metadata(checkpoint, checkpointable_name="items").metadata
     # Onto the host: the devices that wrote it may be those of several processes.
-    described = ocp.PyTreeCheckpointHandler().metadata(items).tree
-    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), described)
-    tree = ocp.PyTreeCheckpointer().restore(items, restore_args=arguments)
+    abstract = jax.tree.map(lambda _: np.ndarray, described)
+    tree = ocp.load(checkpoint, abstract, checkpointable_name="items")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 

@@ -30,10 +30,12 @@ CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
 POSITION = "iter"  # JSON: data position
 METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
+JSON_FILE = "metadata"  # Orbax 0's file name of a JSON item, which Orbax 1 reads, too
 PARAMETERS_ONLY = "parameters_only"  # in METADATA: true if convert.py imported parameters
 
 # Orbax writes these last if the folder cannot be renamed atomically.
 ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
+BYTES_PER_GB = 10**9  # of the keys checkpoint_storage.*_gb
 _CONCURRENT_REQUESTS = 32
 # Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "step": step, "metadata":
 # SHA-256}.
@@ -139,7 +141,7 @@ class StoredCheckpoint:
 
     def json_path(self, name: str) -> epath.Path:
         """Returns the path of a JSON item: POSITION or METADATA."""
-        return self.folder / name / "metadata"  # Orbax's file name of a JSON item
+        return self.folder / name / JSON_FILE
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.json_path(name)

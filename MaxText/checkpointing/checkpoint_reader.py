@@ -1,5 +1,6 @@
 """Restores arrays from a checkpoint onto any mesh, and verifies their checksums."""
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -9,7 +10,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -30,10 +32,10 @@ from MaxText.config.training_sections import CheckpointStorageConfig
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 from MaxText.storage.retry import call_with_retries
-from MaxText.value_types import PyTree, TreeDef
+from MaxText.value_types import PyTree
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint.experimental.v1 as ocp
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
@@ -72,6 +74,10 @@ class CheckpointReader:
     is_same_run: bool = False  # whether the checkpoint is one of the run that restores it
     storage: CheckpointStorageConfig = dataclasses.field(default_factory=CheckpointStorageConfig)
 
+    @functools.cached_property
+    def _stored_tree(self) -> dict[str, PyTree]:
+        return read_tree(self.stored).tree
+
     def restore_state(self, abstract_state: PyTree) -> PyTree:
         """Restores a train state.
 
@@ -84,7 +90,7 @@ class CheckpointReader:
           of other shapes (another window).
         """
         abstract_tree = as_dict(abstract_state)
-        tree, _ = read_tree(self.stored)
+        tree = dict(self._stored_tree)
         guard = abstract_tree.pop(_GUARD, None)
         stored_guard = tree.pop(_GUARD, None)
         if guard is not None:
@@ -120,7 +126,7 @@ class CheckpointReader:
           abstract_params: With target shardings.
           field: Of the train state that has them.
         """
-        tree, _ = read_tree(self.stored)
+        tree = self._stored_tree
         if field == AVERAGE and field not in tree:
             raise UserError(
                 f"{self.stored} has no average of the parameters: it was trained with "
@@ -166,59 +172,52 @@ class CheckpointReader:
           stored_dtypes: The dtypes of stored arrays to cast, by path.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_tree)
-        names = [leaf_path(path) for path, _ in paths]
-        leaves = [leaf for _, leaf in paths]
+        leaves = {leaf_path(path): leaf for path, leaf in paths}
         checksums = self.stored.metadata.checksums
-        arguments, handler_options = self._orbax_arguments(names, leaves, stored_dtypes)
-        arrays: list[Any] = [None] * len(leaves)
-        for group in _groups(names, leaves, stored_dtypes):
-            restored_group = read_arrays(
-                self.stored, structure, leaves, arguments, only=group, **handler_options
-            )
+        context = self._load_context([leaf.sharding for leaf in leaves.values()])
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        arrays: dict[str, jax.Array] = {}
+        for group in _groups(leaves, stored_dtypes):
+            targets = {
+                name: jax.ShapeDtypeStruct(
+                    leaves[name].shape,
+                    stored_dtypes.get(name, leaves[name].dtype),
+                    sharding=leaves[name].sharding or first_device,
+                )
+                for name in group
+            }
+            restored_group = read_arrays(self.stored, self._stored_tree, targets, context)
             # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
-            arrays_by_name = {
-                names[i]: array.astype(bool) if leaves[i].dtype == bool else array
-                for i, array in restored_group.items()
+            restored_group = {
+                name: array.astype(bool) if leaves[name].dtype == bool else array
+                for name, array in restored_group.items()
             }
             if checksums is not None:
-                mismatch = first_mismatch(array_checksums(arrays_by_name), checksums)
+                mismatch = first_mismatch(array_checksums(restored_group), checksums)
                 if mismatch:
                     raise CheckpointCorruptedError(mismatch)
-            for i in restored_group:
-                arrays[i] = arrays_by_name[names[i]].astype(leaves[i].dtype)
-            del restored_group, arrays_by_name
-        return structure.unflatten(arrays)
+            for name in group:
+                arrays[name] = restored_group.pop(name).astype(leaves[name].dtype)
+        return structure.unflatten(arrays[name] for name in leaves)
 
-    def _orbax_arguments(
-        self,
-        names: Sequence[str],
-        leaves: Sequence[jax.ShapeDtypeStruct],
-        stored_dtypes: Mapping[str, np.dtype],
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns Orbax's restore arguments of each leaf, and options of its handler."""
-        import orbax.checkpoint as ocp
+    def _load_context(self, shardings: Sequence[NamedSharding]) -> "ocp.Context":
+        """Returns Orbax's options to load arrays onto `shardings`."""
+        import orbax.checkpoint.experimental.v1 as ocp
 
-        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        handler_options: dict[str, Any] = {"restore_concurrent_gb": self.storage.concurrent_gb}
-        restore_args = ocp.ArrayRestoreArgs
+        context = ocp.Context()
+        context.memory.read_concurrent_bytes = (
+            self.storage.concurrent_gb * checkpoint_files.BYTES_PER_GB
+        )
         if self.storage.single_replica_restore:
-            shardings = [leaf.sharding for leaf in leaves]
             obstacle = _single_replica_obstacle(shardings)
             if obstacle:
                 self.log(f"checkpoint_storage.single_replica_restore has no effect: {obstacle}")
             else:
-                restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
-                handlers = _single_replica_handlers(shardings[0].mesh)
-                handler_options["type_handler_registry"] = handlers
-        arguments = [
-            restore_args(
-                sharding=leaf.sharding or first_device,
-                global_shape=leaf.shape,
-                dtype=stored_dtypes.get(name, leaf.dtype),
-            )
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
-        return arguments, handler_options
+                loading = context.array.loading
+                loading.use_load_and_broadcast = True
+                axis = shardings[0].mesh.axis_names.index(_REPLICA_AXIS)
+                loading.load_and_broadcast_options.replica_axis_index = axis
+        return context
 
 
 class StoredTree(NamedTuple):
@@ -234,11 +233,13 @@ def read_tree(stored: StoredCheckpoint) -> StoredTree:
     Raises:
       CheckpointCorruptedError: If the files are damaged, or of another checkpoint.
     """
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint.experimental.v1 as ocp
 
     def read() -> StoredTree:
         with translate_errors():
-            tree = dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
+            # Not `ocp.metadata`: it logs any error and returns None, so that failing storage could
+            # not be told from damage.
+            tree = dict(_run(ocp.handlers.PyTreeHandler().metadata(stored.items)))
             # Optimizer states have entries without arrays.
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
             return StoredTree(tree, array_specs(arrays))
@@ -254,63 +255,68 @@ def read_tree(stored: StoredCheckpoint) -> StoredTree:
 
 def read_arrays(
     stored: StoredCheckpoint,
-    structure: TreeDef,
-    leaves: Sequence[PyTree],
-    arguments: Sequence["ocp.RestoreArgs"],
-    *,
-    only: Collection[int],
-    **handler_options: Any,
-) -> dict[int, jax.Array]:
+    tree: Mapping[str, PyTree],
+    targets: Mapping[str, Any],
+    context: "ocp.Context | None" = None,
+) -> dict[str, Any]:
     """Reads some arrays of a checkpoint with Orbax.
 
     Args:
-      structure: The tree of `leaves`, of `jax.tree.structure`.
-      leaves: All arrays of the tree, abstract.
-      arguments: Orbax's restore arguments of each leaf.
-      only: Indices of the leaves to read.
-      handler_options: Keyword arguments of PyTreeCheckpointHandler.
+      tree: What the checkpoint contains, of `read_tree`.
+      targets: The arrays to read by path, as what Orbax shall return: `jax.ShapeDtypeStruct` with
+        a sharding, or the type `np.ndarray`.
+      context: Orbax's options; None for the defaults.
 
     Returns:
-      The arrays by index of their leaf, ascending.
+      The arrays by path, in the order of `tree`.
     """
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint.experimental.v1 as ocp
 
-    items = [leaf if i in only else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
-    request = ocp.args.PyTreeRestore(
-        item=structure.unflatten(items),
-        restore_args=structure.unflatten(arguments),
-        partial_restore=True,
+    request = jax.tree_util.tree_map_with_path(
+        lambda path, _: targets.get(leaf_path(path), ocp.PLACEHOLDER), dict(tree)
     )
 
-    def read() -> PyTree:
-        handler = ocp.PyTreeCheckpointHandler(**handler_options)
-        with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
-            # Restores are asynchronous; an error must surface here.
-            return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
+    async def load() -> PyTree:
+        # Not `ocp.load`: it refuses a folder of arrays within a checkpoint, and asks storage for
+        # ten files before it reads one.
+        handler = ocp.handlers.PyTreeHandler(context=context)
+        return await (await handler.load(stored.items, request))
 
-    restored_leaves = jax.tree.leaves(_retry_storage(read))
-    return {i: restored_leaves[i] for i in sorted(only)}
+    def read() -> PyTree:
+        with translate_errors():
+            # Restores are asynchronous; an error must surface here.
+            return jax.block_until_ready(_run(load()))
+
+    leaves = jax.tree_util.tree_leaves_with_path(_retry_storage(read))
+    return {leaf_path(path): leaf for path, leaf in leaves if leaf_path(path) in targets}
+
+
+def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Returns the result of a coroutine, run in a thread: a notebook has an event loop already."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    try:
+        return pool.submit(asyncio.run, coroutine).result()
+    finally:
+        pool.shutdown(wait=False)  # Ctrl-C does not wait for the read
 
 
 def _groups(
-    names: Sequence[str],
-    leaves: Sequence[jax.ShapeDtypeStruct],
-    stored_dtypes: Mapping[str, np.dtype],
-) -> list[set[int]]:
-    """Returns groups of indices of leaves to read at once: uncast arrays, then casts.
+    leaves: Mapping[str, jax.ShapeDtypeStruct], stored_dtypes: Mapping[str, np.dtype]
+) -> list[list[str]]:
+    """Returns groups of paths of arrays to read at once: uncast arrays, then casts.
 
     An array that is cast exists in both dtypes for a moment, so a group of those has at most
     `_CAST_BYTES`, or one array.
     """
-    groups = [{i for i, name in enumerate(names) if name not in stored_dtypes}]
+    groups = [[name for name in leaves if name not in stored_dtypes]]
     free_bytes = 0
-    for i, name in enumerate(names):
+    for name, leaf in leaves.items():
         if name in stored_dtypes:
-            num_bytes = math.prod(leaves[i].shape) * stored_dtypes[name].itemsize
+            num_bytes = math.prod(leaf.shape) * stored_dtypes[name].itemsize
             if num_bytes > free_bytes:
-                groups.append(set())
+                groups.append([])
                 free_bytes = _CAST_BYTES
-            groups[-1].add(i)
+            groups[-1].append(name)
             free_bytes -= num_bytes
     return [group for group in groups if group]
 
@@ -327,20 +333,6 @@ def _single_replica_obstacle(shardings: Sequence[NamedSharding]) -> str:
     if any(len(replicas_of_process) > 1 for replicas_of_process in replicas.values()):
         return f"processes have devices at several places of the mesh axis {_REPLICA_AXIS}"
     return "there is one replica" if mesh.shape[_REPLICA_AXIS] == 1 else ""
-
-
-def _single_replica_handlers(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> "ocp.type_handlers.TypeHandlerRegistry":
-    """Returns Orbax's handlers by which one replica reads arrays and sends them to the others."""
-    import orbax.checkpoint as ocp
-
-    axis = mesh.axis_names.index(_REPLICA_AXIS)
-    placeholder = type(ocp.PLACEHOLDER)
-    return ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=axis)),
-        (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
-    )
 
 
 # --- Errors of Orbax and TensorStore: classified, retried, and printed once

@@ -37,6 +37,11 @@ class CheckpointListing:
         self._is_listed = True
         return listed
 
+    def list_once(self) -> None:
+        """Lists the checkpoints, unless they are listed already."""
+        if not self._is_listed:
+            self.steps()
+
     def steps_to_resume(self) -> list[int]:
         """Returns the known steps in the order of resuming; lists them once.
 

@@ -132,11 +132,8 @@ class CheckpointManager:
         self._saver.wait(is_last=True)
 
     def close(self) -> None:
-        """Waits and stops Orbax's threads; UserError if the last save failed."""
-        try:
-            self.wait()
-        finally:
-            self._saver.close_orbax()
+        """Waits for the last save; UserError if it failed."""
+        self.wait()
 
     # --- Health -----------------------------------------------------------------------------------
 
@@ -176,7 +173,7 @@ class CheckpointManager:
         if self._listing.is_finalized(last_step):
             self.health.promote(last_step)
             self._write_health()
-            self._saver.delete_old()
+            self._retention.delete_old()
         return True
 
     def last_healthy(self, before_step: int | None = None) -> int | None:
@@ -200,8 +197,7 @@ class CheckpointManager:
         """Deletes the checkpoints after `step`. Collective; raises like `save`."""
         self._saver.wait()
         self._retention.quarantine_corrupted()
-        if self._retention.delete_after(step):
-            self._saver.close_orbax()  # it would keep listing them
+        self._retention.delete_after(step)
 
     def set_aside(self, is_broken: Callable[[int], bool]) -> list[int]:
         """Renames checkpoints of broken states to `<step>.unhealthy`; returns their steps.
@@ -213,8 +209,6 @@ class CheckpointManager:
         listed = all_succeed("listing checkpoints", self.steps)
         broken_steps = [step for step in listed if is_broken(step)]
         self._retention.set_aside(broken_steps, is_broken)
-        if broken_steps:
-            self._saver.close_orbax()  # it would keep listing them
         return broken_steps
 
     def rollbacks(self) -> tuple[Rollback, ...]:

@@ -8,7 +8,6 @@ so that a person can look at them), or a killed save left them unfinished.
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,9 +18,6 @@ from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.runtime.processes import all_succeed
 from MaxText.storage.paths import COMMIT_MARK, is_object_store_path
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
 _ABANDONED = ".abandoned"
 # Suffixes of checkpoints that are kept for inspection and never restored.
 UNREADABLE = "unreadable"
@@ -29,7 +25,7 @@ UNHEALTHY = "unhealthy"
 
 
 class Retention:
-    """Decides which checkpoints a run keeps, and removes the others; Orbax's PreservationPolicy.
+    """Decides which checkpoints a run keeps, and removes the others.
 
     Before a checkpoint is deleted or renamed, it goes from the list of healthy ones: a process
     killed in between must not roll back to a checkpoint that is gone.
@@ -66,28 +62,36 @@ class Retention:
             kept_steps |= {step for step in steps if step % config.keep_period == 0}
         return kept_steps
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        """Decides for Orbax, as a PreservationPolicy, while a save is in progress."""
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        kept_steps = self.steps_to_keep(sorted(steps))
-        return [step in kept_steps for step in steps]
+    def forget_old(self, saved_step: int | None = None) -> list[int]:
+        """Returns the steps that are not kept, and removes them from the lists of checkpoints.
 
-    def delete_old(self, orbax_manager: "ocp.CheckpointManager") -> None:
-        """Deletes what retention does not keep, between saves. Collective.
-
-        A failure is logged: the next save deletes them. Of several processes it is raised.
+        Args:
+          saved_step: The step of a save in progress, which counts as the newest.
         """
-        # Orbax's own list is identical on every process.
-        steps = sorted(orbax_manager.all_steps())
+        steps = self._listing.finalized | ({saved_step} if saved_step is not None else set())
+        remaining_steps = steps & self.steps_to_keep(sorted(steps))
+        old_steps = sorted(steps - remaining_steps)
+        self._listing.finalized -= set(old_steps)
+        self._health.forget(lambda healthy: healthy not in remaining_steps)
+        return old_steps
+
+    def delete(self, steps: Sequence[int]) -> None:
+        """Deletes checkpoints, on process 0; the steps are those of `forget_old`."""
+        if jax.process_index() == 0:
+            for step in steps:
+                self._delete(step)
+
+    def delete_old(self) -> None:
+        """Deletes what retention does not keep, between saves.
+
+        A failure is logged: the next save deletes them.
+        """
         try:
-            for step in sorted(set(steps) - self.steps_to_keep(steps)):
-                orbax_manager.delete(step)
-                self._listing.finalized.discard(step)
-                self._health.forget(lambda healthy, deleted=step: healthy == deleted)
-        except Exception as error:  # Orbax and storage clients raise anything
-            if jax.process_count() > 1:
-                raise  # the other processes wait for this deletion: fail together and restart
+            self.delete(self.forget_old())
+        except Exception as error:  # storage clients raise anything
             self._log(f"WARNING: cannot delete old checkpoints: {error}.")
+            with contextlib.suppress(OSError):
+                self._listing.steps()
         self._health.write_if_changed(self._listing.ask_finalized)
 
     # --- Checkpoints of an abandoned past ---------------------------------------------------------
@@ -104,15 +108,11 @@ class Retention:
         self._corrupted.add(step)
         self._health.forget(lambda healthy: healthy == step)
 
-    def remove_pending(self) -> bool:
-        """Removes what `mark_corrupted` and `resume_from` have left to the first save. Collective.
-
-        Returns whether checkpoints were deleted, which Orbax may still list.
-        """
+    def remove_pending(self) -> None:
+        """Removes what `mark_corrupted` and `resume_from` left to the first save. Collective."""
         self.quarantine_corrupted()
-        if self._resumed_from is None:
-            return False
-        return self.delete_after(self._resumed_from)
+        if self._resumed_from is not None:
+            self.delete_after(self._resumed_from)
 
     def quarantine_corrupted(self) -> None:
         """Renames the checkpoints marked as corrupted. Collective."""
@@ -153,11 +153,8 @@ class Retention:
         all_succeed(f"renaming {suffix} checkpoints", rename)
         self._listing.discard(steps)
 
-    def delete_after(self, last_step: int) -> bool:
-        """Deletes the checkpoints after `last_step`, and leftovers of killed saves. Collective.
-
-        Returns whether there were any, which Orbax may still list.
-        """
+    def delete_after(self, last_step: int) -> None:
+        """Deletes the checkpoints after `last_step`, and leftovers of killed saves. Collective."""
         listed = all_succeed("listing newer checkpoints", self._listing.steps)
         newer_steps = [step for step in listed if step > last_step]
         self._health.forget(lambda step: step > last_step)
@@ -166,14 +163,11 @@ class Retention:
 
         def remove() -> None:
             self.remove_partial()
-            if jax.process_index() == 0:
-                for step in newer_steps:
-                    self._delete(step)
+            self.delete(newer_steps)
 
         all_succeed("deleting newer checkpoints", remove)
         self._listing.finalized -= set(newer_steps)
         self._resumed_from = None
-        return bool(newer_steps)
 
     def _delete(self, step: int) -> None:
         """Deletes a checkpoint. It is incomplete at once, for the deletion takes time."""

@@ -3,13 +3,19 @@
 A save is complete when Orbax has renamed its folder (in an object store: has written a marker),
 which it does after `verified_save` has found every file. A process killed at any moment before that
 leaves every earlier checkpoint intact.
+
+Retention is ours, not that of Orbax's `training.Checkpointer`. That one keeps a second list of
+checkpoints, for which it reads a file of each at start (`lightweight_initialize`, which spares the
+reads, fails in Orbax 0.12.8: "year 0 is out of range"). And it deletes in place: killed in between,
+it leaves a checkpoint that looks complete.
 """
 
 import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,12 +28,11 @@ from MaxText.checkpointing.retention import Retention
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_succeed
-from MaxText.storage.paths import is_object_store_path
 from MaxText.storage.run_folder import check_writable
 from MaxText.value_types import PyTree
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint.experimental.v1 as ocp
 
 _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
@@ -35,7 +40,7 @@ _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 def preload_orbax() -> None:
     """Imports Orbax in the background (0.3 s), hidden behind compilation."""
     threading.Thread(
-        target=importlib.import_module, args=("orbax.checkpoint",), daemon=True
+        target=importlib.import_module, args=("orbax.checkpoint.experimental.v1",), daemon=True
     ).start()
 
 
@@ -55,7 +60,7 @@ def is_due(config: CheckpointingConfig, step: int, last_step: int) -> bool:
 
 
 class CheckpointSaver:
-    """Writes one checkpoint after another; owns Orbax's manager.
+    """Writes one checkpoint after another, and then deletes those that retention does not keep.
 
     One failed save is logged. The second in a row raises UserError, and so does one that leaves the
     run without any checkpoint. A save in the background fails in the next call of `wait`.
@@ -75,8 +80,9 @@ class CheckpointSaver:
         self._health = health
         self._retention = retention
         self._log = log
-        self._orbax_manager: ocp.CheckpointManager | None = None  # created by the first save
+        self._context: ocp.Context | None = None  # created by the first save
         self._saving: int | None = None  # step being written
+        self._completion: Future[None] | None = None  # of that save
         self._num_failures = 0  # consecutive failed saves
 
     def save(
@@ -87,9 +93,8 @@ class CheckpointSaver:
         Returns False if the step is on disk already or could not be written.
         """
         self.wait()
-        import orbax.checkpoint as ocp
+        import orbax.checkpoint.experimental.v1 as ocp
 
-        storage = self._config.checkpoint_storage
         items = checkpoint_reader.as_dict(state)
         position = dict(position)
         metadata = checkpoint_files.with_digests(metadata, position, array_checksums(items), step)
@@ -101,34 +106,32 @@ class CheckpointSaver:
         self._saving = step
         try:
             # At the first save since a resume or a rollback, which may never come.
-            if self._retention.remove_pending():
-                self.close_orbax()  # it would keep listing the deleted checkpoints
+            self._retention.remove_pending()
             if not all_succeed("checking the checkpoint folder", lambda: self._can_write(step)):
                 self._saving = None
                 return False
             self._health.add_candidate(step)
-            manager = self._open_orbax()
-            is_saved = manager.save(
-                step,
-                args=ocp.args.Composite(
-                    items=ocp.args.PyTreeSave(
-                        items, ocdbt_target_data_file_size=storage.target_data_file_size_bytes
-                    ),
-                    iter=ocp.args.JsonSave(position),
-                    metadata=ocp.args.JsonSave(metadata),
-                ),
-                force=True,  # the caller has decided that a save is due
-            )
+            with self._open_context():
+                response = ocp.save_checkpointables_async(
+                    self._directory / str(step),
+                    {
+                        checkpoint_files.ITEMS: items,
+                        checkpoint_files.POSITION: position,
+                        checkpoint_files.METADATA: metadata,
+                    },
+                    overwrite=True,  # what is left of a checkpoint that lost pieces
+                )
         except Exception as error:  # Orbax and storage clients raise anything
             self._fail(error)
             return False
-        # By now Orbax has decided which steps it deletes once this save completes.
-        remaining_steps = set(manager.all_steps())
-        self._listing.finalized &= remaining_steps
-        self._health.forget(lambda healthy: healthy not in remaining_steps)
+        old_steps = self._retention.forget_old(step)
+        background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._completion = background.submit(self._finish, response, old_steps)
+        background.shutdown(wait=False)
         if not self._config.async_checkpointing:
-            self._complete()
-        return is_saved
+            self.wait()
+            return step in self._listing.finalized
+        return True
 
     def wait(self, *, is_last: bool = False) -> None:
         """Waits for the save in progress.
@@ -139,38 +142,32 @@ class CheckpointSaver:
         Raises:
           UserError: As the class documents.
         """
-        if self._saving is None:
+        if self._completion is None:
             return
+        assert self._saving is not None
         done = threading.Event()
         threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
             try:
-                self._open_orbax().wait_until_finished()
+                self._completion.result()
             finally:
                 done.set()
         except Exception as error:
             if not self._listing.is_finalized(self._saving):
                 self._fail(error, is_last=is_last)
                 return
-            if jax.process_count() == 1:
-                self._orbax_manager = None  # recreating it is collective
             self._log(
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
+            with contextlib.suppress(OSError):
+                self._listing.steps()
         self._complete()
 
-    def delete_old(self) -> None:
-        """Deletes the checkpoints that retention does not keep, between saves. Collective."""
-        if self._orbax_manager is not None:
-            self._retention.delete_old(self._orbax_manager)
-
-    def close_orbax(self) -> None:
-        """Stops Orbax's threads and drops its list of checkpoints; the next save rereads it."""
-        if self._orbax_manager is not None:
-            manager = self._orbax_manager
-            self._orbax_manager = None
-            manager.close()
+    def _finish(self, response: "ocp.AsyncResponse[None]", old_steps: Sequence[int]) -> None:
+        """Waits for Orbax, and deletes old checkpoints once there is a newer one. In a thread."""
+        response.result()
+        self._retention.delete(old_steps)
 
     def _warn_until(self, done: threading.Event) -> None:
         """Logs a warning once a minute until `done` is set; runs in a thread."""
@@ -184,9 +181,10 @@ class CheckpointSaver:
 
     def _complete(self) -> None:
         """Records that the save in progress succeeded."""
-        if self._saving is not None:
-            self._listing.finalized.add(self._saving)
+        assert self._saving is not None
+        self._listing.finalized.add(self._saving)
         self._saving = None
+        self._completion = None
         self._num_failures = 0
         self._health.write_if_changed(self._listing.ask_finalized)
 
@@ -194,10 +192,9 @@ class CheckpointSaver:
         """Logs a failed save, or raises UserError as the class documents."""
         step = self._saving
         self._saving = None
+        self._completion = None
         self._num_failures += 1
         self._health.forget(lambda saved: saved == step)
-        # Orbax already lists the failed step; a new manager rereads the disk.
-        self._orbax_manager = None
         with contextlib.suppress(OSError):  # if storage fails, the last listing counts
             self._retention.remove_partial()
             self._listing.steps()
@@ -219,37 +216,17 @@ class CheckpointSaver:
         # Checks one step only: listing would cost requests for every checkpoint.
         if self._listing.ask_finalized(step):
             return False
+        self._listing.list_once()  # for retention
         # If Orbax cannot create its folder, its threads block the program for minutes.
         check_writable(self._directory)
         return True
 
-    def _open_orbax(self) -> "ocp.CheckpointManager":
-        """Returns Orbax's manager, created when it is first needed. Collective."""
-        if self._orbax_manager is None:
-            import orbax.checkpoint as ocp
-
+    def _open_context(self) -> "ocp.Context":
+        """Returns Orbax's options of a save, created when they are first needed."""
+        if self._context is None:
             from MaxText.checkpointing import verified_save
 
             checkpoint_reader.silence_threads()
-            if is_object_store_path(self._directory):  # on local disks Orbax does this
-                self._retention.remove_partial()
-            storage = self._config.checkpoint_storage
-            handlers = verified_save.handler_registry(
-                checkpoint_files.ITEMS,
-                (checkpoint_files.POSITION, checkpoint_files.METADATA),
-                use_ocdbt=storage.use_ocdbt,
-                use_zarr3=storage.use_zarr3,
-                save_concurrent_gb=storage.concurrent_gb,
-                save_device_host_concurrent_gb=storage.device_host_concurrent_gb,
-            )
-            self._orbax_manager = ocp.CheckpointManager(
-                self._directory,
-                handler_registry=handlers,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=self._retention,
-                    enable_async_checkpointing=self._config.async_checkpointing,
-                    async_options=ocp.options.AsyncOptions(timeout_secs=storage.timeout),
-                    lightweight_initialize=True,  # else reads metadata of every step
-                ),
-            )
-        return self._orbax_manager
+            self._retention.remove_partial()
+            self._context = verified_save.save_context(self._config.checkpoint_storage)
+        return self._context

@@ -1,22 +1,32 @@
 """Orbax handlers that verify a checkpoint's files before it is committed.
 
-Orbax calls `finalize` after all files are written and before it renames the folder to its final
-name. An error there is a failed save: the folder keeps its temporary name, and no reader takes it
-for a checkpoint. Without this check a save can be committed although it cannot be restored, since
-merging the files of the processes succeeds without any.
+Orbax awaits what a handler's `save` returns before it renames the folder to its final name. An
+error there is a failed save: the folder keeps its temporary name, and no reader takes it for a
+checkpoint. Without this check a save can be committed although it cannot be restored, since merging
+the files of the processes succeeds without any.
 """
 
+import asyncio
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import orbax.checkpoint as ocp
+import jax
+import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore as ts
 from etils import epath
 
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.checkpoint_files import (
+    BYTES_PER_GB,
+    ITEMS,
+    JSON_FILE,
+    METADATA,
+    POSITION,
+    CheckpointCorruptedError,
+)
+from MaxText.config.training_sections import CheckpointStorageConfig
 from MaxText.storage.paths import is_object_store_path
 
 _TREE_FILE = "_METADATA"  # names and shapes of all arrays
@@ -28,40 +38,96 @@ _ZARR_3 = ("zarr.json", "c")
 RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
-class VerifiedArraysHandler(ocp.PyTreeCheckpointHandler):
+class _VerifiedHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
+    """Does what a handler of Orbax does, and verifies what it has written.
+
+    The handlers for trees and JSON are final: they can be wrapped, not subclassed.
+    """
+
+    def __init__(
+        self,
+        handler: ocp.handlers.CheckpointableHandler[Any, Any],
+        verify: Callable[[epath.Path], None],
+    ):
+        """Gets a function that raises CheckpointCorruptedError for an incomplete folder."""
+        self._handler = handler
+        self._verify = verify
+
+    async def save(
+        self, directory: ocp.path.PathAwaitingCreation, checkpointable: Any
+    ) -> Awaitable[None]:
+        """Begins to save; the result is awaited before the checkpoint is committed."""
+        written = await self._handler.save(directory, checkpointable)
+        return self._verify_written(directory, written)
+
+    async def _verify_written(
+        self, directory: ocp.path.PathAwaitingCreation, written: Awaitable[None]
+    ) -> None:
+        await written  # of all processes
+        if jax.process_index() == 0:
+            await asyncio.to_thread(self._verify, await directory.await_creation())
+
+    async def load(
+        self, directory: ocp.path.Path, abstract_checkpointable: Any = None
+    ) -> Awaitable[Any]:
+        """Loads as Orbax does, without verification."""
+        return await self._handler.load(directory, abstract_checkpointable)
+
+    async def metadata(self, directory: ocp.path.Path) -> Any:
+        """Returns what Orbax does."""
+        return await self._handler.metadata(directory)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Returns what Orbax does."""
+        return self._handler.is_handleable(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        """Returns what Orbax does."""
+        return self._handler.is_abstract_handleable(abstract_checkpointable)
+
+
+class VerifiedArraysHandler(_VerifiedHandler):
     """Saves a tree of arrays, and commits it only if every chunk of every array is on disk."""
 
-    def finalize(self, directory: epath.Path) -> None:
-        """Completes the item's folder; CheckpointCorruptedError if an array is incomplete."""
-        super().finalize(directory)
-        verify_arrays(directory)
+    def __init__(self):
+        """Takes its options from the active `ocp.Context`."""
+        super().__init__(ocp.handlers.PyTreeHandler(), verify_arrays)
 
 
-class VerifiedJsonHandler(ocp.JsonCheckpointHandler):
+class VerifiedJsonHandler(_VerifiedHandler):
     """Saves a JSON object, and commits it only if it can be read back."""
 
-    def finalize(self, directory: epath.Path) -> None:
-        """Completes the item's folder; CheckpointCorruptedError if the file cannot be read back."""
-        super().finalize(directory)
-        path = directory / "metadata"
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointCorruptedError(f"{path} was not written completely: {error}") from error
+    def __init__(self):
+        """Writes the file that Orbax 0 does, under which our readers and others look for it."""
+        super().__init__(ocp.handlers.JsonHandler(filename=JSON_FILE), verify_json)
 
 
-def handler_registry(
-    arrays_item: str, json_items: Sequence[str] = (), **arrays_options: Any
-) -> ocp.handlers.CheckpointHandlerRegistry:
-    """Returns Orbax's registry of verifying handlers for the items of a checkpoint.
+def save_context(storage: CheckpointStorageConfig) -> ocp.Context:
+    """Returns Orbax's options to save checkpoints, with the handlers above for their items."""
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = storage.timeout
+    saving = context.array.saving
+    saving.use_ocdbt = storage.use_ocdbt
+    saving.use_zarr3 = storage.use_zarr3
+    saving.ocdbt_target_data_file_size = storage.target_data_file_size_bytes
+    context.memory.write_concurrent_bytes = storage.concurrent_gb * BYTES_PER_GB
+    if storage.device_host_concurrent_gb is not None:
+        context.memory.transfer_concurrent_bytes = storage.device_host_concurrent_gb * BYTES_PER_GB
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    registry.add(VerifiedArraysHandler, checkpointable_name=ITEMS)
+    for item in (POSITION, METADATA):
+        registry.add(VerifiedJsonHandler, checkpointable_name=item)
+    context.checkpointables.registry = registry
+    return context
 
-    `arrays_options` are keyword arguments of PyTreeCheckpointHandler.
-    """
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(arrays_item, ocp.args.PyTreeSave, VerifiedArraysHandler(**arrays_options))
-    for item in json_items:
-        registry.add(item, ocp.args.JsonSave, VerifiedJsonHandler())
-    return registry
+
+def verify_json(directory: epath.Path) -> None:
+    """Checks that a saved JSON object can be read back; CheckpointCorruptedError if not."""
+    path = directory / JSON_FILE
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointCorruptedError(f"{path} was not written completely: {error}") from error
 
 
 def verify_arrays(directory: epath.Path) -> None:

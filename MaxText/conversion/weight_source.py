@@ -157,8 +157,8 @@ class LazyCheckpointReader:
         self._prefix = prefix
         self._stored = checkpoint_files.StoredCheckpoint(folder, None)
         with corruption_as_user_error(folder):
-            tree, self.leaves = read_tree(self._stored)
-        entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+            self._tree, self.leaves = read_tree(self._stored)
+        entries = jax.tree_util.tree_leaves_with_path(self._tree)
         self._paths = [compatibility.leaf_path(path) for path, _ in entries]
         self._read_ahead: dict[str, np.ndarray] = {}
         params = {path: leaf for path, leaf in self.leaves.items() if path.startswith(prefix)}
@@ -183,21 +183,15 @@ class LazyCheckpointReader:
         Arrays are mostly asked for in their order, and a call of Orbax takes 20 ms however small
         the array is.
         """
-        import orbax.checkpoint as ocp
-
         first = self._paths.index(path)
         end = first + 1
         num_bytes = self._num_bytes(first)
         while end < len(self._paths) and num_bytes + self._num_bytes(end) <= _READ_AHEAD_BYTES:
             num_bytes += self._num_bytes(end)
             end += 1
-        leaves = [0] * len(self._paths)
-        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
+        targets = dict.fromkeys(self._paths[first:end], np.ndarray)
         with corruption_as_user_error(self._stored):
-            arrays = read_arrays(
-                self._stored, self._structure, leaves, arguments, only=range(first, end)
-            )
-        return {self._paths[index]: np.asarray(array) for index, array in arrays.items()}
+            return read_arrays(self._stored, self._tree, targets)
 
     def _num_bytes(self, index: int) -> float:
         """Returns the size of an array; infinite for an entry of the tree that holds none."""

@@ -3,7 +3,6 @@
 import os
 
 import jax
-import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -121,13 +120,13 @@ def test_any_legal_name_of_a_folder(tmp_path, name):
 
 def damage_before_commit(monkeypatch, damage):
     """Changes the files that Orbax has written before it commits them."""
-    finalize = ocp.PyTreeCheckpointHandler.finalize
+    verify = verified_save.verify_arrays
 
-    def finalize_and_damage(handler, directory):
-        finalize(handler, directory)
+    def damage_and_verify(directory):
         damage(directory)
+        verify(directory)
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize_and_damage)
+    monkeypatch.setattr(verified_save, "verify_arrays", damage_and_verify)
     monkeypatch.setattr(verified_save, "RETRY_SECONDS", (0.0,))
 
 

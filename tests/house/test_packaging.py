@@ -73,7 +73,7 @@ NEXT_RELEASES = {
     "lm-eval": "0.5.0",
     "numpy": "3.0.0",
     "optax": "0.3.0",
-    "orbax-checkpoint": "1.0.0",
+    "orbax-checkpoint": "0.13.0",
     "plotly": "8.0",
     "protobuf": "8.30.0",
     "pydantic": "3.0",
@@ -101,13 +101,13 @@ def test_bounds_at_start_are_those_of_installation():
                 assert f"<{first_broken}" in str(requirement.specifier).split(",")
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.0.0rc1", "2.3", "1"])
+@pytest.mark.parametrize("version", ["0.13.0", "0.13.0rc1", "1.0", "1"])
 def test_releases_that_break_are_known(version, monkeypatch):
     versions = {"jax": "0.12.0.1", "orbax-checkpoint": version}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     with pytest.raises(UserError, match=f"orbax-checkpoint {version} is installed"):
         package_versions.check_versions()
-    versions["orbax-checkpoint"] = "0.99.1"
+    versions["orbax-checkpoint"] = "0.12.99"
     package_versions.check_versions()
 
 
@@ -126,7 +126,7 @@ def test_a_package_that_breaks_is_named_at_start(program, tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: orbax-checkpoint 1.0.0 is installed")
-    assert "pip install 'orbax-checkpoint<1'" in done.stderr
+    assert "pip install 'orbax-checkpoint<0.13'" in done.stderr
 
 
 def test_the_extras_ask_for_the_same_jax():
