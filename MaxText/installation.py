@@ -42,9 +42,7 @@ def problem():
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         reason = f"needs Python {oldest} or newer"
-        remedy = (
-            "Run bash setup.sh in the clone, which finds a newer one; use .venv/bin/python."
-        )
+        remedy = "Run bash setup.sh in the clone, which finds a newer one; use .venv/bin/python."
     else:
         missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
         if not missing:
