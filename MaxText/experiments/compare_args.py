@@ -179,12 +179,12 @@ class CompareOptions(LadderOptions):
     launch: Launch = option(
         "local",
         "local: here. print: one command per run instead of running, and the one that "
-        "reports results. slurm, jobset (Kubernetes), sky (SkyPilot): submits each run as a job.",
+        "reports results. slurm, jobset (Kubernetes), sky (SkyPilot): submits them as an array.",
     )
     launch_options: str = option(
         "",
         "Options of launch.py for slurm, jobset or sky, as '--image=IMAGE --claim=shared:/data'; "
-        "--dry-run prints the jobs.",
+        "--dry-run prints the array.",
         metavar="OPTIONS",
     )
     num_devices: Count | None = option(

@@ -47,7 +47,13 @@ from MaxText.experiments.comparison_plan import (
 from MaxText.experiments.ladder.ladder_args import SWEEP_SEED
 from MaxText.experiments.machine_shares import MachineShare, split_machine
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
-from MaxText.experiments.submission import check_folder, read_launch_options, submit_run
+from MaxText.experiments.submission import (
+    SubmittedTask,
+    active_run_folders,
+    check_folder,
+    read_launch_options,
+    submit_tasks,
+)
 from MaxText.experiments.tuning import (
     TUNING_FOLDER,
     TunedValue,
@@ -58,7 +64,7 @@ from MaxText.experiments.tuning import (
     write_tuning_csv,
 )
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
-from MaxText.formatting import format_loss, format_table
+from MaxText.formatting import format_loss, format_table, pluralize
 from MaxText.hardware.chips import Hardware
 from MaxText.launchers.commands import Commands
 from MaxText.monitoring.run_record import read_run
@@ -278,7 +284,7 @@ def run_chains(
     if request.launch == "print":
         print_runs(chains, unfinished, command, print_script)
     else:
-        submit_runs(request, chains, unfinished, log)
+        submit_runs(request, chains, unfinished, folder, log)
     raise RunsElsewhereError
 
 
@@ -375,14 +381,13 @@ def submit_runs(
     request: CompareArgs,
     chains: Sequence[StageSequence],
     unfinished: Sequence[Trial],
+    folder: Path,
     log: Log,
 ) -> None:
-    """Submits one job per unfinished run; SLURM's stages of a chain wait for the previous one.
+    """Submits an array with a task for each unfinished chain that the engine does not have yet.
 
     Partition, time limit and devices of SLURM are those of sbatch's variables, such as
-    SBATCH_PARTITION and SBATCH_GPUS_PER_NODE, or of `launch_options`. A run whose job is still
-    queued must not be submitted again, so its folder gets a file with the job id, removed by hand
-    to submit again.
+    SBATCH_PARTITION and SBATCH_GPUS_PER_NODE, or of `launch_options`.
 
     Raises:
       UserError: The client of the engine is missing or fails, or the runs' folder is not shared.
@@ -390,28 +395,28 @@ def submit_runs(
     options, _ = read_launch_options(request.launch, request.launch_options)
     assert options is not None, request.launch
     commands = Commands(log, dry_run=options.dry_run)
-    check_folder(options, unfinished[0].folder)
+    check_folder(options, folder)
+    active: set[str] = set()
+    if not options.dry_run:  # which needs no client
+        active = active_run_folders(folder, [str(run.folder) for run in unfinished], commands)
+    tasks = []
+    num_active = 0
     for chain in chains:
-        previous = ""
-        for run in (run for run in chain if run in unfinished):
-            submitted = run.folder / f"{request.launch}_job"
-            if submitted.exists():
-                previous = submitted.read_text(encoding="utf-8").strip()
-                log(f"{run.name}: job {previous} was submitted earlier ({submitted})")
-                continue
+        runs = [run for run in chain if run in unfinished]
+        if not runs:
+            continue
+        if str(runs[-1].folder) in active:
+            num_active += 1
+            continue
+        for run in runs:
             write_config(run)
             run.folder.mkdir(parents=True, exist_ok=True)
-            previous = submit_run(
-                options,
-                label=f"{run.label}_{run.seed}",
-                arguments=[str(run.config_path.absolute())],
-                folder=run.folder,
-                previous=previous,
-                commands=commands,
-                log=log,
-            )
-            if not options.dry_run:
-                submitted.write_text(previous + "\n", encoding="utf-8")
+        arguments = [[str(run.config_path.absolute())] for run in runs]
+        tasks.append(SubmittedTask(runs[-1].folder, arguments))
+    if num_active:
+        log(f"Still queued or running: {pluralize(num_active, 'task')} submitted earlier.")
+    if tasks:
+        submit_tasks(options, tasks, folder, max_parallel=request.jobs, commands=commands, log=log)
     if not options.dry_run:
         log("Run the same command again once the jobs are done.")
 
@@ -459,7 +464,7 @@ def find_local_hardware(request: CompareArgs, variants: Sequence[Variant]) -> Ha
 
 def find_shares(request: CompareArgs, variants: Sequence[Variant]) -> list[MachineShare]:
     """Returns the shares of this machine that `jobs` runs use; none if one has the whole."""
-    if request.jobs == 1 or request.launch != "local":
+    if request.jobs in (None, 1) or request.launch != "local":
         return []
     present = find_devices(_hardware_of(variants))
     return split_machine(request.jobs, present.platform, present.count)

@@ -1,24 +1,30 @@
-"""Runs of a comparison as jobs of SLURM, Kubernetes or SkyPilot: one job for each run.
+"""Runs of an experiment as an array of SLURM, Kubernetes or SkyPilot.
 
-The launchers of launch.py submit them. All runs and this machine share the comparison's folder:
-SLURM's nodes have a common file system, pods a persistent volume claim, and SkyPilot's machines a
-mounted bucket.
+A task of the array is a run, or the runs of a growing model one after the other. The launchers of
+launch.py submit it. All tasks and this machine share the experiment's folder: SLURM's nodes have a
+common file system, pods a persistent volume claim, and SkyPilot's machines a mounted bucket. What
+was submitted is recorded there, so that the next submission leaves out what the engine still has.
 """
 
 import dataclasses
 import hashlib
 import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel
 
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import jobset, skypilot, slurm
-from MaxText.launchers.commands import Commands, LaunchOptions, Log, RunArguments
+from MaxText.launchers.commands import Commands, LaunchOptions, Log
+from MaxText.launchers.job_array import JobArray
 from MaxText.launchers.jobset import JobSetOptions
 from MaxText.launchers.skypilot import SkyPilotOptions
 from MaxText.launchers.slurm import SlurmOptions
+from MaxText.storage.atomic import atomic_write_text
 
 Engine = Literal["slurm", "jobset", "sky"]
 ENGINES: dict[str, type[LaunchOptions]] = {
@@ -26,8 +32,10 @@ ENGINES: dict[str, type[LaunchOptions]] = {
     "jobset": JobSetOptions,
     "sky": SkyPilotOptions,
 }
-# Set for each run.
-_SET_PER_RUN = ("name", "log_dir", "job_id")
+# Set for each array.
+_SET_PER_ARRAY = ("name", "log_dir", "job_id")
+_SUBMITTED = "submitted"  # folder of submissions, by number
+_SUBMISSION = "submission.json"
 
 
 def read_launch_options(launch: str, text: str) -> tuple[LaunchOptions | None, list[ConfigIssue]]:
@@ -50,10 +58,10 @@ def read_launch_options(launch: str, text: str) -> tuple[LaunchOptions | None, l
     parsed = read_options(ENGINES[launch], words, takes_keys=False)
     problems = [*parsed.problems]
     unexpected = [*parsed.operands, *parsed.config_files]
-    set_per_run = [f"--{name.replace('_', '-')}" for name in _SET_PER_RUN if name in parsed.given]
-    if unexpected or set_per_run:
+    own = [f"--{name.replace('_', '-')}" for name in _SET_PER_ARRAY if name in parsed.given]
+    if unexpected or own:
         message = (
-            f"launch_options: {' '.join(unexpected + set_per_run)} cannot be given: these are "
+            f"launch_options: {' '.join(unexpected + own)} cannot be given: these are "
             "options of launch.py that all runs share"
         )
         problems.append(ConfigIssue(message, location))
@@ -88,56 +96,114 @@ def _check_within(folder: Path, form: str, places: tuple[str, ...]) -> None:
         )
 
 
-def submit_run(
-    options: LaunchOptions,
-    *,
-    label: str,
-    arguments: list[str],
-    folder: Path,
-    previous: str,
-    commands: Commands,
-    log: Log,
-) -> str:
-    """Submits a run.
+class Submission(BaseModel):
+    """What was submitted, as its file has it.
+
+    Attributes:
+      job: The array's number for SLURM, its name for other engines.
+      namespace: Of Kubernetes.
+      tasks: For each task of the array, the folder of its last run.
+    """
+
+    engine: Engine
+    job: str
+    namespace: str = ""
+    tasks: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class SubmittedTask:
+    """A task to submit: runs that follow each other.
+
+    Attributes:
+      run_folder: Folder of the last run, by which the task is known.
+      runs: Arguments of train.py of each run, in order.
+    """
+
+    run_folder: Path
+    runs: Sequence[Sequence[str]]
+
+
+def active_run_folders(folder: Path, unfinished: Collection[str], commands: Commands) -> set[str]:
+    """Returns the folders of tasks submitted earlier that are queued or running.
 
     Args:
-      options: Of launch.py, without those of a single run.
-      label: Of the run, for the name of its job.
-      arguments: Of train.py.
-      folder: Of the run, for logs and manifests.
-      previous: Id of the job to wait for; "" for none.
+      folder: Of the experiment.
+      unfinished: Folders of runs that are not over; engines are asked only about these.
+      commands: Runs the clients of the engines.
+
+    Raises:
+      UserError: A client is missing or fails, or a file of a submission is damaged.
+    """
+    folders: set[str] = set()
+    for path in (folder / _SUBMITTED).glob(f"*/{_SUBMISSION}"):
+        try:
+            submission = Submission.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged ({error.__class__.__name__}). Delete {path.parent} once its "
+                "jobs have ended."
+            ) from error
+        if not set(unfinished).isdisjoint(submission.tasks):
+            folders |= {submission.tasks[number] for number in _active_tasks(submission, commands)}
+    return folders
+
+
+def _active_tasks(submission: Submission, commands: Commands) -> set[int]:
+    if submission.engine == "slurm":
+        return slurm.active_tasks(submission.job, commands)
+    if submission.engine == "jobset":
+        num_tasks = len(submission.tasks)
+        return jobset.active_tasks(submission.namespace, submission.job, num_tasks, commands)
+    return skypilot.active_tasks(submission.job, commands)
+
+
+def submit_tasks(
+    options: LaunchOptions,
+    tasks: Sequence[SubmittedTask],
+    folder: Path,
+    *,
+    max_parallel: int | None,
+    commands: Commands,
+    log: Log,
+) -> None:
+    """Submits tasks as an array, in a new folder of the experiment.
+
+    Args:
+      options: Of launch.py, for each task.
+      tasks: At least one.
+      folder: Of the experiment.
+      max_parallel: Tasks at a time; None for no limit.
       commands: Runs the client of the engine.
       log: Gets each line.
 
-    Returns:
-      The id of the job: SLURM's number, or its name.
-
     Raises:
-      UserError: The client is missing or fails, or a job cannot wait for another one.
+      UserError: The client is missing or fails, or the engine has no such array.
     """
+    # Queued tasks of an earlier array still read its commands.
+    number = 1 + len(list((folder / _SUBMITTED).glob("*")))
+    array_folder = (folder / _SUBMITTED / str(number)).absolute()
+    # Another experiment's folder may have the same name, and an engine has one job of a name.
+    digest = hashlib.sha256(str(array_folder).encode()).hexdigest()[:8]
+    array = JobArray(
+        name=jobset.jobset_name(f"runs-{folder.name[:24]}-{digest}"),
+        tasks=[task.runs for task in tasks],
+        folder=array_folder,
+        max_parallel=max_parallel,
+    )
+    folders = [str(task.run_folder) for task in tasks]
     if isinstance(options, SlurmOptions):
-        dependency = (f"--dependency=afterok:{previous}",) if previous else ()
-        job = dataclasses.replace(
-            options,
-            name=label,
-            log_dir=str(folder),
-            sbatch=(*options.sbatch, *dependency),
+        job = slurm.submit_array(options, array, commands, log)
+        submission = Submission(engine="slurm", job=job, tasks=folders)
+    elif isinstance(options, JobSetOptions):
+        jobset.submit_array(options, array, commands, log)
+        submission = Submission(
+            engine="jobset", job=array.name, namespace=options.namespace, tasks=folders
         )
-        return slurm.submit(job, arguments, commands, log)
-    if previous:
-        raise UserError(
-            f"{label} continues another run, for which only SLURM's jobs can wait. Use "
-            "launch=slurm, or launch=print and run the commands one after the other."
-        )
-    # Comparisons have runs of the same label, and an engine has one job of a name.
-    digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
-    name = jobset.jobset_name(f"run-{label[:24]}-{digest}")
-    run = RunArguments(arguments, name, str(folder.absolute()))
-    if isinstance(options, JobSetOptions):
-        job = dataclasses.replace(options, name=name, log_dir=str(folder))
-        jobset.submit(job, run, commands, log)
     else:
         assert isinstance(options, SkyPilotOptions)
-        job = dataclasses.replace(options, name=name, log_dir=str(folder))
-        skypilot.submit(job, run, commands, log)
-    return name
+        skypilot.submit_array(options, array, commands, log)
+        submission = Submission(engine="sky", job=array.name, tasks=folders)
+    if not commands.dry_run:
+        text = submission.model_dump_json(indent=1)
+        atomic_write_text(array_folder / _SUBMISSION, f"{text}\n")

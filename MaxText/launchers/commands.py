@@ -1,19 +1,19 @@
 """What all launchers share: options, the command line of train.py, external commands."""
 
+import contextlib
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Natural
 from MaxText.config.loading import load
 from MaxText.config.program_options import option
 from MaxText.config.sources import Source
@@ -23,10 +23,15 @@ Log = Callable[[str], None]
 
 TRAIN_COMMAND = (sys.executable, str(REPOSITORY / "MaxText" / "train.py"))
 
-_OF_SLURM = "It comes with SLURM: log in to a node of the cluster. "
+_MAX_ERRORS = 10_000  # bytes, the last ones of a client's errors
+
+_OF_SLURM = (
+    "Log in to a node of the cluster, or install it and the cluster's configuration here: sudo "
+    "apt-get install slurm-client. "
+)
 # Client of an engine -> how to get it.
 _INSTALL = {
-    "gcloud": "Install it: https://cloud.google.com/sdk/docs/install. ",
+    "gcloud": "Install it: curl https://sdk.cloud.google.com | bash. ",
     "kubectl": "Install it: gcloud components install kubectl, or https://kubernetes.io/docs/tasks/"
     "tools. ",
     "sky": "Install it: pip install 'skypilot[gcp]' in an environment of its own ([aws], ...). ",
@@ -35,13 +40,24 @@ _INSTALL = {
     "squeue": _OF_SLURM,
 }
 
-# Cloud errors for a temporary lack of capacity. An exhausted quota is not temporary.
-_NO_CAPACITY = re.compile(
-    r"no more capacity|insufficient capacity|not enough (resources|capacity)|stockout|out of "
-    r"capacity|RESOURCE_EXHAUSTED|ZONE_RESOURCE_POOL_EXHAUSTED|currently unavailable|"
-    r"internal error|try again later",
-    re.IGNORECASE,
-)
+_ASK_FOR_RIGHT = "Ask for the right that it names, or log in with another account."
+# What a client says, without regard to case -> what to do about it.
+_REMEDIES = {
+    'no matches for kind "jobset"': "The cluster has no JobSet controller: install it as in "
+    "https://jobset.sigs.k8s.io/docs/installation.",
+    "strict decoding error|unknown field|unsupported value|is invalid|invalid task": "This version "
+    "of the engine refuses the file: compare the fields that it names with the documentation of "
+    "the engine, or update it.",
+    "connection refused|connection to the server|no configuration has been provided": "The client "
+    "has no cluster to talk to: log in, or choose one (kubectl config use-context NAME).",
+    "active account|reauthentication|default credentials": "Log in: gcloud auth login.",
+    "core/project": "Set --project=NAME.",
+    "forbidden|permission.?denied|not authorized|unauthorized": _ASK_FOR_RIGHT,
+    "does not have .*(permission|access)": _ASK_FOR_RIGHT,
+    "quota": "Ask for a larger quota, or request less.",
+    "capacity|stockout|resource.?exhausted|zone_resource_pool_exhausted": "There is no capacity "
+    "now: use the action queue, which waits for it, or another zone or type.",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +65,6 @@ class LaunchOptions:
     """Options of all places."""
 
     dry_run: bool = option(False, "Print the commands.")
-    max_restarts: Natural = option(
-        10, "Maximum restarts without a new checkpoint (SLURM: in total).", metavar="NUMBER"
-    )
 
 
 class RunArguments(NamedTuple):
@@ -86,9 +99,9 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
     return RunArguments(train_arguments, run.run_name, folder)
 
 
-def manifest_yaml(manifest: Mapping[str, Any]) -> str:
-    """Returns a file for an engine: in the given order, scripts as literal blocks."""
-    return yaml.dump(dict(manifest), Dumper=_ManifestDumper, sort_keys=False, width=1000)
+def manifest_yaml(manifests: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a file of documents for an engine: keys in their order, scripts as literal blocks."""
+    return yaml.dump_all(map(dict, manifests), Dumper=_ManifestDumper, sort_keys=False, width=1000)
 
 
 class _ManifestDumper(yaml.SafeDumper):
@@ -101,6 +114,14 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _ManifestDumper.add_representer(str, _represent_text)
+
+
+class CommandError(UserError):
+    """A command of an engine's client failed; `errors` is what it wrote to stderr."""
+
+    def __init__(self, message: str, errors: str):
+        super().__init__(message)
+        self.errors = errors
 
 
 class Commands:
@@ -126,63 +147,63 @@ class Commands:
             message = f"cannot write {path}: {error}. Set --log-dir to another folder."
             raise UserError(message) from error
 
-    def run(self, command: Sequence[str], *, max_attempts: int = 1, delay: float = 0.0) -> None:
+    def run(self, command: Sequence[str]) -> None:
         """Runs a command with its output on the terminal.
 
-        Args:
-          command: The program and its arguments.
-          max_attempts: How often to try while the cloud reports a lack of capacity.
-          delay: Seconds between attempts.
-
         Raises:
-          UserError: The command fails.
+          UserError: The program is missing, or fails.
         """
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
-        # Without further attempts nobody reads the errors, so they go to the terminal at once.
-        capture: dict[str, Any] = {}
-        if max_attempts > 1:
-            capture = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-        for attempt in range(1, max_attempts + 1):
-            completed = self._start(command, **capture)
-            error_output = completed.stderr or ""
-            if error_output:
-                self._log(error_output.rstrip())
-            if completed.returncode == 0:
-                return
-            no_capacity = _NO_CAPACITY.search(error_output) and "quota" not in error_output.lower()
-            if not no_capacity or attempt == max_attempts:
-                attempt_text = f" (attempt {attempt}/{max_attempts})" if no_capacity else ""
-                code = completed.returncode
-                raise UserError(
-                    f"{shlex.join(command)} exited with code {code}{attempt_text}; see above."
-                )
-            self._log(f"No capacity. Attempt {attempt + 1}/{max_attempts} in {delay:g} s.")
-            time.sleep(delay)
+        errors = b""
+        with _missing_program(command), subprocess.Popen(command, stderr=subprocess.PIPE) as client:
+            assert client.stderr is not None
+            # In chunks, as a question of the client does not end with a newline.
+            while chunk := os.read(client.stderr.fileno(), 4096):
+                sys.stderr.write(chunk.decode(errors="replace"))
+                sys.stderr.flush()
+                errors = (errors + chunk)[-_MAX_ERRORS:]
+        _check_exit(command, client.returncode, errors.decode(errors="replace"))
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
         """Returns the stripped output of a command, or `in_dry_run` in a dry run.
 
         Raises:
-          UserError: The command fails.
+          UserError: The program is missing, or fails.
         """
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run
-        completed = self._start(command, stdout=subprocess.PIPE, encoding="utf-8")
-        if completed.returncode != 0:
-            raise UserError(
-                f"{shlex.join(command)} exited with code {completed.returncode}; see above."
+        with _missing_program(command):
+            completed = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False
             )
+        sys.stderr.write(completed.stderr)
+        _check_exit(command, completed.returncode, completed.stderr[-_MAX_ERRORS:])
         return completed.stdout.strip()
 
-    def _start(self, command: Sequence[str], **options) -> subprocess.CompletedProcess:
-        try:
-            return subprocess.run(list(command), check=False, **options)
-        except FileNotFoundError as error:
-            remedy = _INSTALL.get(command[0], "")
-            raise UserError(
-                f"{command[0]} is not installed or not on PATH. {remedy}Use --dry-run to print the "
-                "commands and run them elsewhere."
-            ) from error
+
+@contextlib.contextmanager
+def _missing_program(command: Sequence[str]) -> Iterator[None]:
+    """Says how to install a program that is missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        remedy = _INSTALL.get(command[0], "")
+        raise UserError(
+            f"{command[0]} is not installed or not on PATH. {remedy}Use --dry-run to print the "
+            "commands and run them elsewhere."
+        ) from error
+
+
+def _check_exit(command: Sequence[str], code: int, errors: str) -> None:
+    """Raises CommandError for a command that failed, with what to do if `errors` tell."""
+    if code == 0:
+        return
+    message = f"{shlex.join(command)} exited with code {code}; see above."
+    for pattern, remedy in _REMEDIES.items():
+        if re.search(pattern, errors, re.IGNORECASE):
+            message += f"\n  What to do: {remedy}"
+            break
+    raise CommandError(message, errors)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.keys import Count, NonNegative
+from MaxText.config.keys import Count, Natural, NonNegative
 from MaxText.config.program_options import option
 from MaxText.launchers.commands import LaunchOptions, Log
 from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
@@ -45,6 +45,9 @@ class LocalOptions(LaunchOptions):
         None, "Devices (CPU or GPU) per process.", metavar="NUMBER"
     )
     supervise: bool = option(False, "Restart after a failure.")
+    max_restarts: Natural = option(
+        10, "Maximum restarts without a new checkpoint.", metavar="NUMBER"
+    )
     backoff: NonNegative = option(1.0, "Delay before a restart.", metavar="SECONDS")
     grace_period: NonNegative = option(
         60.0, "Grace period for processes to exit.", metavar="SECONDS"

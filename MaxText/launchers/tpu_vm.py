@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Count, NonNegative
+from MaxText.config.keys import Count
 from MaxText.config.program_options import option
 from MaxText.errors import UserError
 from MaxText.hardware.chips import find_hardware
@@ -25,6 +25,7 @@ _ARCHIVE = "maxtext.tar.gz"
 
 _QUEUED = "queued-resources"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
+POLL_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,6 @@ class GcloudOptions(LaunchOptions):
         metavar="FLAG",
         repeated=True,
     )
-    max_attempts: Count = option(100, "Attempts while no capacity is available.", metavar="NUMBER")
-    retry_seconds: NonNegative = option(60.0, "Delay between attempts.", metavar="SECONDS")
     tail: Count = option(50, "Number of log lines.", metavar="NUMBER")
     follow: bool = option(False, "Stream new log lines.")
     worker: str = option("all", "Worker to read logs from.")
@@ -141,33 +140,28 @@ class TpuVm:
         self._commands = commands
 
     def create(self) -> None:
-        """Creates the TPU VM; retries while there is no capacity."""
+        """Creates the TPU VM; fails if there is no capacity, for which `queue` waits."""
         self._request(self._gcloud("tpu-vm", "create", self._options.name), "version")
 
     def queue(self) -> None:
-        """Requests a queued resource until it is active; retries if refused."""
+        """Requests a queued resource, and waits until it is active.
+
+        Raises:
+          UserError: The request was refused, failed, or was preempted.
+        """
         options = self._options
-        max_attempts = self._options.max_attempts
         create = [*self._gcloud(_QUEUED, "create", options.name), f"--node-id={options.name}"]
         if options.best_effort:
             create.insert(1, "alpha")  # whose API has this tier
+        self._request(create, "runtime-version")
         describe = [*self._gcloud(_QUEUED, "describe", options.name), "--format=value(state.state)"]
-        for attempt in range(1, max_attempts + 1):
-            self._request(create, "runtime-version")
-            state = self._commands.output(describe, in_dry_run="ACTIVE")
-            while state in _WAITING:
-                time.sleep(options.retry_seconds)
-                state = self._commands.output(describe, in_dry_run="ACTIVE")
-            if state == "ACTIVE":
-                return
-            # A refused or preempted resource keeps its name taken.
-            self.delete_queued()
-            if attempt < max_attempts:
-                time.sleep(options.retry_seconds)
-        raise UserError(
-            f"the request for {options.name} ended in state {state}, {max_attempts} times. Use "
-            "another zone or type, or more --max-attempts."
-        )
+        while (state := self._commands.output(describe, in_dry_run="ACTIVE")) in _WAITING:
+            time.sleep(POLL_SECONDS)
+        if state != "ACTIVE":
+            raise UserError(
+                f"the request for {options.name} ended in state {state}. Its name is taken until "
+                "launch.py gcloud delete-queued deletes it; then request another zone or type."
+            )
 
     def _request(self, command: list[str], version: str) -> None:
         options = self._options
@@ -181,13 +175,8 @@ class TpuVm:
             f"--accelerator-type={options.accelerator_type}",
             f"--{version}={options.version}",
         ]
-        command = [
-            *command,
-            *machine_flags,
-            *(text for _, text in _vm_flags(options)),
-            *options.gcloud,
-        ]
-        self._commands.run(command, max_attempts=options.max_attempts, delay=options.retry_seconds)
+        flags = [text for _, text in _vm_flags(options)]
+        self._commands.run([*command, *machine_flags, *flags, *options.gcloud])
 
     def copy(self) -> None:
         """Copies the working tree, except git-ignored files, to every host."""
@@ -205,18 +194,8 @@ class TpuVm:
         self._ssh(f"cd {FOLDER} && bash setup.sh DEVICE=tpu")
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Starts training on every host in the background, supervised."""
-        launch = [
-            ".venv/bin/python",
-            "MaxText/launch.py",
-            "local",
-            "1",
-            "--supervise",
-            f"--max-restarts={self._options.max_restarts}",
-            f"--log-dir={_LOGS}",
-            "--",
-            *arguments,
-        ]
+        """Starts train.py on every host in the background."""
+        launch = [".venv/bin/python", "MaxText/train.py", *arguments]
         with contextlib.suppress(UserError):  # no type given, or newer than the table
             num_devices = find_hardware(self._options.accelerator_type).num_devices
             launch = ["env", f"{NUM_DEVICES_VARIABLE}={num_devices}", *launch]
@@ -224,17 +203,15 @@ class TpuVm:
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
             f"if [ -f {_LOGS}/pid ] && kill -0 $(cat {_LOGS}/pid) 2>/dev/null; then "
             "echo 'a run is active here: stop it first' >&2; exit 1; fi && "
-            f"(nohup {shlex.join(launch)} >> {_LOGS}/launch.log 2>&1 < /dev/null & "
+            f"(nohup {shlex.join(launch)} >> {_LOGS}/train.log 2>&1 < /dev/null & "
             f"echo $! > {_LOGS}/pid)"
         )
 
     def logs(self) -> None:
-        """Prints the end of the launch log of the hosts."""
+        """Prints the end of the log of the hosts."""
         options = self._options
         follow_flag = "-F " if options.follow else ""
-        self._ssh(
-            f"tail -n {options.tail} {follow_flag}{FOLDER}/{_LOGS}/launch.log", options.worker
-        )
+        self._ssh(f"tail -n {options.tail} {follow_flag}{FOLDER}/{_LOGS}/train.log", options.worker)
 
     def status(self) -> None:
         """Prints gcloud's description of the VM."""

@@ -1,18 +1,19 @@
 """Start-up of a run: selects the platform, connects processes, lists devices.
 
-Importing it does not import JAX, because the platform must be chosen first. Which processes belong
-to a run is detected from environment variables:
+Importing it does not import JAX, because the platform must be chosen first. Environment variables
+say whether a process has others, and jax.distributed.initialize finds them where it can:
 
-  JAX_NUM_PROCESSES, JAX_PROCESS_ID                JAX's names; launch.py local
-  NNODES, NODE_RANK                                MaxText's, of GPU nodes
+  OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK       Open MPI's mpirun; version 5 needs mpi4py
   SLURM_NTASKS, SLURM_PROCID                       srun
-  OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK       Open MPI's mpirun
-  PMI_SIZE, PMI_RANK                               MPICH, Intel MPI
-  metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE; read by JAX itself
+  metadata, TPU_WORKER_HOSTNAMES, MEGASCALE_*      TPU VMs and GKE
+  JOB_COMPLETION_INDEX                             indexed Jobs of Kubernetes; needs jax[k8s]
 
-All but the last need a coordinator, the host and a free port of process 0, from
-JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT; with SLURM it is
-the first node.
+JAX does not read these. They come first, and need a coordinator, the host and a free port of
+process 0, from JAX_COORDINATOR_ADDRESS (host:port) or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT:
+
+  JAX_NUM_PROCESSES, JAX_PROCESS_ID                launch.py local, jobset and sky
+  NNODES, NODE_RANK                                MaxText's, of GPU nodes
+  PMI_SIZE, PMI_RANK                               MPICH, Intel MPI
 """
 
 import collections
@@ -38,8 +39,9 @@ FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 NUM_DEVICES_VARIABLE = "MAXTEXT_NUM_DEVICES"
 
 _EXPLICIT = (("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), ("NNODES", "NODE_RANK"))
-_MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
+_OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+_PMI = ("PMI_SIZE", "PMI_RANK")
 # Set by srun, but not in the batch script itself, which is not a process of a run.
 _SLURM_STEP_NODES = "SLURM_STEP_NODELIST"
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
@@ -118,10 +120,11 @@ class Cluster:
 
     Attributes:
       source: Variables that it was detected from, for messages.
-      address: host:port of the coordinator; None if JAX reads it from the TPU's metadata.
-      num_processes: Processes of the run; None if JAX finds out.
-      process_id: Id of this process, from 0; None if JAX finds out.
-      local_device_ids: GPUs of this process; None for all of the machine.
+      address: host:port of the coordinator; None if JAX detects the cluster.
+      num_processes: Processes of the run; None if only JAX knows.
+      process_id: Id of this process, from 0; None if only JAX knows.
+      local_device_ids: GPUs of this process, () for all of the machine; None leaves them to JAX:
+        the one of the process's number on its node with SLURM and Open MPI, else all.
       is_certain: Whether failing to connect is an error. A machine with TPU chips may be alone.
     """
 
@@ -135,9 +138,12 @@ class Cluster:
 
 def _initialize_arguments(cluster: Cluster) -> dict[str, Any]:
     """Returns the arguments of jax.distributed.initialize; none if JAX detects the cluster."""
+    arguments: dict[str, Any] = {}
+    if cluster.local_device_ids is not None:
+        arguments["local_device_ids"] = cluster.local_device_ids
     if cluster.address is None:
-        return {}
-    arguments: dict[str, Any] = {
+        return arguments
+    arguments |= {
         "coordinator_address": cluster.address,
         "num_processes": cluster.num_processes,
         "process_id": cluster.process_id,
@@ -147,24 +153,24 @@ def _initialize_arguments(cluster: Cluster) -> dict[str, Any]:
     if host in ("localhost", "[::1]") or host.startswith("127."):
         # No other machine needs to reach it.
         arguments["coordinator_bind_address"] = cluster.address
-    if cluster.local_device_ids is not None:
-        arguments["local_device_ids"] = cluster.local_device_ids
     return arguments
 
 
 def _connection_error(cluster: Cluster, error: Exception, timeout: int) -> UserError:
     process = "this process"
-    coordinator = ""
     if cluster.num_processes is not None:
         process = f"process {cluster.process_id} of {cluster.num_processes}"
-        coordinator = f" over {cluster.address}"
+    coordinator = "" if cluster.address is None else f" over {cluster.address}"
+    remedy = ""
+    if cluster.address is None and cluster.num_processes is not None:
+        remedy = " JAX_COORDINATOR_ADDRESS=HOST:PORT sets the coordinator where JAX finds none."
     return UserError(
         f"{process} (by {cluster.source}) could not be connected with the others{coordinator}: "
         f"{first_line(error)}\n"
         f"  What to do: check that all {cluster.num_processes or ''} processes are started, with "
         "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
         "and that its port is free and open. Processes wait for each other for "
-        f"{timeout} s (6 x heartbeat_timeout)."
+        f"{timeout} s (6 x heartbeat_timeout).{remedy}"
     )
 
 
@@ -174,7 +180,7 @@ def find_cluster(environment: Mapping[str, str], hardware: str) -> Cluster | Non
     Raises:
       UserError: The variables are incomplete or contradict each other.
     """
-    for variables in (*_EXPLICIT, _SLURM, *_MPI):
+    for variables in (*_EXPLICIT, _OPEN_MPI, _SLURM, _PMI):
         if variables == _SLURM and _SLURM_STEP_NODES not in environment:
             continue
         set_names = [name for name in variables if environment.get(name)]
@@ -202,11 +208,17 @@ def find_cluster(environment: Mapping[str, str], hardware: str) -> Cluster | Non
             )
         if count == 1:
             return None
+        address = _coordinator(environment)
+        if address is None and variables not in (_SLURM, _OPEN_MPI):
+            raise UserError(
+                f"{count_name}={count} requests several processes, but no coordinator is set. Set "
+                "JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
+                "JAX_COORDINATOR_PORT) to the host of process 0 and a free port there, the same "
+                "for all processes."
+            )
         ids = _local_device_ids(environment, variables)
-        return Cluster(
-            " and ".join(variables), _coordinator(environment, variables), count, rank, ids
-        )
-    return _tpu(environment, hardware)
+        return Cluster(" and ".join(variables), address, count, rank, ids)
+    return _tpu(environment, hardware) or _kubernetes(environment)
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:
@@ -216,57 +228,42 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f"{name}={environment[name]} is not an integer.") from None
 
 
-def _coordinator(environment: Mapping[str, str], variables: tuple[str, str]) -> str:
-    port = environment.get("JAX_COORDINATOR_PORT") or DEFAULT_PORT
+def _coordinator(environment: Mapping[str, str]) -> str | None:
+    """Returns host:port of the coordinator that the user or a launcher set; None without one."""
     address = environment.get("JAX_COORDINATOR_ADDRESS") or environment.get("JAX_COORDINATOR_IP")
-    if not address and variables == _SLURM:
-        address = _first_host(environment[_SLURM_STEP_NODES])
-        if not environment.get("JAX_COORDINATOR_PORT"):
-            # Jobs may share a node; these ports are above most systems' ephemeral range.
-            job = int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0)
-            port = str(61440 + job % 4096)
     if not address:
-        count_name = variables[0]
-        raise UserError(
-            f"{count_name}={environment[count_name]} requests several processes, but no "
-            "coordinator is set. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
-            "JAX_COORDINATOR_PORT) to the host of process 0 and a free port there, the same for "
-            "all processes."
-        )
+        return None
     is_bare_ipv6 = address.count(":") > 1 and not address.startswith("[")
     if is_bare_ipv6:
         address = f"[{address}]"
+    port = environment.get("JAX_COORDINATOR_PORT") or DEFAULT_PORT
     return address if re.search(r":\d+$", address) else f"{address}:{port}"
-
-
-def _first_host(nodes: str) -> str:
-    """Returns the first host of SLURM's node list: "gpu007" of "gpu[007-012,20],cpu3"."""
-    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    assert match is not None  # matches the empty string
-    return "".join(part or "" for part in match.groups())
 
 
 def _local_device_ids(
     environment: Mapping[str, str], variables: tuple[str, str]
 ) -> tuple[int, ...] | None:
-    """Returns the GPU of this process if a node has several processes and all see all GPUs.
+    """Returns the GPUs of a process: one of its own if its node has several processes, else all.
 
-    None leaves the assignment to JAX or to the environment.
+    JAX gives each process of SLURM and Open MPI one GPU, also a process that has a node to itself,
+    and one to which the scheduler shows only its own.
     """
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # read by JAX
     variable_names = {
         _SLURM: ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_LOCALID"),
-        _MPI[0]: ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    }.get(variables, ("",))
+        _OPEN_MPI: ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    }.get(variables)
+    if variable_names is None:
+        return None
     *tasks_per_node, local_rank = (environment.get(name, "") for name in variable_names)
     # e.g. "4(x2),1"; the largest number counts.
     numbers = re.findall(r"(?<!x)\b\d+", next(filter(None, tasks_per_node), ""))
     if max(map(int, numbers), default=1) == 1 or not local_rank.isdecimal():
-        return None
+        return ()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and len(visible.split(",")) <= int(local_rank):
-        return None  # the scheduler gave each process its own
+        return ()  # the scheduler gave each process its own
     return (int(local_rank),)
 
 
@@ -285,6 +282,14 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
     # Devices of other kinds use /dev/vfio, too.
     has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     return Cluster("the metadata of this TPU VM", is_certain=False) if has_chips else None
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
+    """Returns that JAX asks Kubernetes about the other pods of an indexed Job, if it can."""
+    is_indexed_job = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment)
+    if is_indexed_job and importlib.util.find_spec("kubernetes") is not None:
+        return Cluster("the Job of this pod")
+    return None
 
 
 def find_devices(hardware: str) -> list[Any]:

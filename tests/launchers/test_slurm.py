@@ -1,5 +1,6 @@
-"""The batch script for SLURM, given to a stand-in for sbatch, and run by the shell."""
+"""The batch scripts for SLURM, given to a stand-in for sbatch, and run by the shell."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands
-from MaxText.launchers.slurm import SlurmOptions, render_batch_script, submit
+from MaxText.launchers.commands import TRAIN_COMMAND, Commands
+from MaxText.launchers.job_array import JobArray
+from MaxText.launchers.slurm import (
+    SlurmOptions,
+    active_tasks,
+    render_array_script,
+    render_batch_script,
+    submit,
+    submit_array,
+)
 
 
 @pytest.fixture
@@ -99,3 +108,76 @@ def test_submitting(job, programs):
         programs["sbatch"].will_answer(answer)
         with pytest.raises(UserError, match=re.escape(said)):
             submit(job, ["a.yml"], Commands(shown.append, dry_run=False), shown.append)
+
+
+@pytest.fixture
+def array(tmp_path):
+    tasks = [[["a.yml"]], [["b1.yml", "prompt=it's"], ["b2.yml"]], [["c.yml"]]]
+    return JobArray(name="sweep", tasks=tasks, folder=tmp_path / "array 1", max_parallel=2)
+
+
+def test_submitting_an_array(job, programs, array):
+    programs["sbatch"].will_answer((0, "55\n", ""))
+    shown = []
+    assert submit_array(job, array, Commands(shown.append, dry_run=False), shown.append) == "55"
+    script = array.folder / "array.sh"
+    assert programs["sbatch"].calls == [["--parsable", str(script)]]
+    asked = {
+        line.removeprefix("#SBATCH ")
+        for line in script.read_text().splitlines()
+        if line.startswith("#SBATCH ")
+    }
+    assert {
+        "--array=0-2%2",
+        "--job-name=sweep",
+        "--requeue",
+        "--gpus-per-node=4",
+        f"--output={array.folder}/%A_%a.log",
+    } <= asked
+    everything = dataclasses.replace(array, max_parallel=None)
+    assert "#SBATCH --array=0-2\n" in render_array_script(job, everything)
+
+
+@pytest.mark.parametrize(
+    ("task", "codes", "runs", "requeued"),
+    [
+        ("0", [0], ["a.yml"], 0),
+        ("1", [0, 0], ["b1.yml", "b2.yml"], 0),
+        ("1", [1], ["b1.yml"], 0),
+        ("1", [0, 75], ["b1.yml", "b2.yml"], 1),
+        ("3", [2], [], 0),
+    ],
+)
+def test_a_task_of_an_array(job, programs, array, task, codes, runs, requeued):
+    """It runs its own runs in order, up to one that fails, and requeues only itself."""
+    array.folder.mkdir()
+    array.command_file.write_text(array.commands(TRAIN_COMMAND))
+    programs["srun"].will_answer(*((code, "", "") for code in codes))
+    # The last task has the id of the array.
+    ids = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
+    done = subprocess.run(
+        ["bash", "-c", render_array_script(job, array)],
+        env=os.environ | ids,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == codes[-1]
+    arguments = [call[call.index(TRAIN_COMMAND[1]) + 1 :] for call in programs["srun"].calls]
+    assert [first for first, *_ in arguments] == runs
+    if runs[:1] == ["b1.yml"]:
+        assert arguments[0] == ["b1.yml", "prompt=it's"]
+    assert programs["scontrol"].calls == [["requeue", f"7_{task}"]] * requeued
+
+
+def test_tasks_that_slurm_still_has(stand_in):
+    squeue = stand_in("squeue")
+    squeue.will_answer(
+        (0, "0\n12\n", ""),
+        (0, "", ""),
+        (1, "", "slurm_load_jobs error: Invalid job id specified\n"),
+        (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n"),
+    )
+    commands = Commands(print, dry_run=False)
+    assert [active_tasks("55", commands) for _ in range(3)] == [{0, 12}, set(), set()]
+    assert "--jobs=55" in squeue.calls[0]
+    with pytest.raises(UserError, match=r"squeue .* exited with code 1"):
+        active_tasks("55", commands)

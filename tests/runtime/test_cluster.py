@@ -1,5 +1,7 @@
 """Which processes a run has, by the variables of those who start them."""
 
+import importlib.util
+
 import pytest
 
 from MaxText.runtime.start_up import Cluster, find_cluster
@@ -17,11 +19,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 JAX = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "host:99"}
-SLURM_PORT = 61440 + 146
-FIRST_NODE = f"gpu007:{SLURM_PORT}"
 BY_SLURM = "SLURM_NTASKS and SLURM_PROCID"
 BY_NODES = "NNODES and NODE_RANK"
 BY_MPI = "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK"
+BY_PMI = "PMI_SIZE and PMI_RANK"
 
 pytestmark = pytest.mark.usefixtures("chips")
 
@@ -41,11 +42,17 @@ def test_nothing_said_is_one_process():
     [
         (JAX | ADDRESS, Cluster("JAX_NUM_PROCESSES and JAX_PROCESS_ID", "host:99", 4, 3)),
         ({"NNODES": "2", "NODE_RANK": "0", **ADDRESS}, Cluster(BY_NODES, "host:99", 2, 0)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", **ADDRESS}, Cluster(BY_PMI, "host:99", 2, 1)),
         (OPEN_MPI | ADDRESS, Cluster(BY_MPI, "host:99", 4, 2, (0,))),
-        (SLURM, Cluster(BY_SLURM, FIRST_NODE, 8, 5, (1,))),
+        (OPEN_MPI, Cluster(BY_MPI, None, 4, 2, (0,))),
+        # Started by mpirun in a job of SLURM.
+        (SLURM | OPEN_MPI, Cluster(BY_MPI, None, 4, 2, (0,))),
+        (SLURM | ADDRESS, Cluster(BY_SLURM, "host:99", 8, 5, (1,))),
+        (SLURM, Cluster(BY_SLURM, None, 8, 5, (1,))),
         # All GPUs of its node, and where the scheduler has given each its own.
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, Cluster(BY_SLURM, FIRST_NODE, 8, 5)),
-        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, Cluster(BY_SLURM, FIRST_NODE, 8, 5)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)"}, Cluster(BY_SLURM, None, 8, 5, ())),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "0"}, Cluster(BY_SLURM, None, 8, 5, ())),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1"}, Cluster(BY_SLURM, None, 8, 5)),
     ],
 )
 def test_launchers(environment, expected):
@@ -55,20 +62,26 @@ def test_launchers(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "address"),
     [
-        (JAX | {"JAX_COORDINATOR_ADDRESS": "host"}, "host:1234"),
-        (JAX | {"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "77"}, "10.0.0.1:77"),
-        (JAX | {"JAX_COORDINATOR_IP": "fe80::1"}, "[fe80::1]:1234"),
-        # The first node.
-        (SLURM | {"SLURM_STEP_NODELIST": "n1,n2"}, f"n1:{SLURM_PORT}"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[01-16]"}, f"n01:{SLURM_PORT}"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[3,7]x,m1"}, f"n3x:{SLURM_PORT}"),
-        (SLURM | {"SLURM_STEP_NODELIST": "a-b[2]", "JAX_COORDINATOR_PORT": "5"}, "a-b2:5"),
+        ({"JAX_COORDINATOR_ADDRESS": "host"}, "host:1234"),
+        ({"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "77"}, "10.0.0.1:77"),
+        ({"JAX_COORDINATOR_IP": "fe80::1"}, "[fe80::1]:1234"),
     ],
 )
 def test_addresses(environment, address):
-    found = find_cluster(environment, "auto")
+    found = find_cluster(JAX | environment, "auto")
     assert found is not None
     assert found.address == address
+
+
+def test_pods_of_an_indexed_job_ask_kubernetes(monkeypatch):
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    assert find_cluster(pod, "cpu") == Cluster("the Job of this pod")
+    assert find_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "cpu") is None
+    # Tasks of an array, which are single processes.
+    assert find_cluster(pod | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "cpu") is None
+    # Without the client, JAX cannot.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_cluster(pod, "cpu") is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from MaxText import program_start
@@ -97,6 +98,22 @@ def test_nothing_waits_longer_than_the_heartbeat_allows(initialize, others):
         shutdown_timeout_seconds=600,
     )
     assert processes.count() == 2
+
+
+def test_jax_finds_the_others_of_a_slurm_step(initialize, monkeypatch):
+    """It is only told which GPUs a process has: all of its node, if it is alone there."""
+    step = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (line,) = initialize_distributed("gpu", 0)
+    assert line == "process 0 of 2 (by SLURM_NTASKS and SLURM_PROCID)"
+    initialize.assert_called_once_with(local_device_ids=(), initialization_timeout=300)
+    # So JAX takes the number and the coordinator of SLURM, and no single GPU.
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, (), None, 5)
+    assert found == (f"n1:{61440 + 7}", 2, 1, ())
+    initialize.side_effect = ValueError("coordinator_address should be defined.")
+    with pytest.raises(UserError, match=r"(?s)process 1 of 2 .* JAX_COORDINATOR_ADDRESS=HOST:PORT"):
+        initialize_distributed("gpu", 0)
 
 
 def test_others_that_do_not_come(initialize, others, told):

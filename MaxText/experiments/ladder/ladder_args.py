@@ -114,7 +114,11 @@ class LadderOptions:
     target: str = option(
         "", "Machine for an estimated speed-up in time: v5p-8, h100-1.", metavar="MACHINE"
     )
-    jobs: Count = option(1, "Runs at a time, on equal shares of the cores or GPUs.")
+    jobs: Count | None = option(
+        None,
+        "Runs at a time: here 1 by default, and several on equal shares of the cores or GPUs; of "
+        "an array all by default.",
+    )
 
 
 def ladder_issues(options: LadderOptions, given: Collection[str]) -> list[ConfigIssue]:

@@ -363,7 +363,7 @@ def _total_time(request: CompareArgs, rungs: Sequence[SolvedRung]) -> str:
     known = [number for number in seconds if number is not None]
     if not known or len(known) < len(seconds):
         return ""
-    total = sum(known) * len(request.seeds) / request.jobs
+    total = sum(known) * len(request.seeds) / (request.jobs or 1)
     return f", about {format_duration(total)} of training steps by the estimate of plan.py"
 
 
