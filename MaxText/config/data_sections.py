@@ -111,10 +111,10 @@ class DataConfig(Section):
     """Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is
     proportional to size, larger is more even. 0 uses the weights unchanged."""
     data_cache_dir: str = key("~/maxtext_data_cache")
-    """Folder for imports of record files, text tokenized while reading, and packing plans. If hosts
-    share it, one works and the others wait. With a URL such as gs://, records of a bucket are
-    imported there and read in place; all else is in ~/maxtext_data_cache. Local entries unused for
-    half a year are deleted."""
+    """Folder for imports of record files, text tokenized while reading, and packing plans. Of the
+    processes that share it, one works and the others wait. With a URL such as gs://, records of a
+    bucket are imported there by process 0 and read in place; all else is in ~/maxtext_data_cache.
+    Local entries unused for half a year are deleted."""
     train_split: str = key("train", "Split to train on.")
     eval_split: str = key("validation")
     """Split to evaluate on; of plain record files, those with this word in their name."""

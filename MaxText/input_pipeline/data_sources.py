@@ -43,8 +43,9 @@ from MaxText.input_pipeline.sequences.slicing import (
 )
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
+from MaxText.runtime.first_process import first_process_first
 from MaxText.storage.errors import is_transient
-from MaxText.storage.file_access import is_url, split_list
+from MaxText.storage.file_access import absolute, is_url, split_list
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
 # Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
@@ -186,28 +187,42 @@ def _has_documents(config: Config, slicer_class: type[SequenceSlicer]) -> bool:
 
 
 def prepare_sources(config: Config) -> None:
-    """Prepares the dataset of `prepare_source`, and checks all local data."""
+    """Prepares the dataset of `prepare_source`, and checks all local data. Collective.
+
+    Of the processes that see the dataset's folder, only the first prepares it.
+    """
     data = config.data
     if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.prepare.prepare import prepare
 
-        prepare(
-            config.preparation,
-            data.dataset_path,
-            cache_dir=data.local_cache_dir,
-            max_bad_records=data.bad_records.maximum,
-        )
+        folder = data.dataset_path
+        if not is_url(folder):
+            folder = os.path.dirname(absolute(folder))
+        with first_process_first("preparing the text", folder) as is_first:
+            if is_first:
+                prepare(
+                    config.preparation,
+                    data.dataset_path,
+                    cache_dir=data.local_cache_dir,
+                    max_bad_records=data.bad_records.maximum,
+                )
     check_sources(config)
 
 
 def check_sources(config: Config) -> None:
-    """Opens the run's local data before devices start, to fail early.
+    """Opens the run's local data before devices start, to fail early. Collective.
 
     Raises UserError if data is missing or damaged, or has no tokenizer or ids beyond the
     vocabulary.
     """
     if config.data.dataset_type == "synthetic":
         return
+    with first_process_first("importing the data", config.data.data_cache_dir):
+        _check_sources(config)
+
+
+def _check_sources(config: Config) -> None:
+    """Does the work of `check_sources` in one process."""
     purposes = [True, False] if config.evaluation.eval_interval > 0 else [True]
     for for_training in purposes:
         vocab_size = config.model.shape.vocab_size

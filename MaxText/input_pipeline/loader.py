@@ -38,6 +38,7 @@ from MaxText.input_pipeline.sequences.order import (
 )
 from MaxText.input_pipeline.sequences.slicing import SequenceOptions
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.runtime.first_process import first_process_first
 
 _UNBOUNDED_EVAL_STEPS = 10  # evaluation batches of random tokens and of streams
 
@@ -51,7 +52,10 @@ def open_batches(
     should_stop: Callable[[], bool] = never_stop,
     log: Callable[[str], None] = print,
 ) -> tuple[TrainIterator, EvalBatches | None]:
-    """Returns this process's training and (if enabled) evaluation batches.
+    """Returns this process's training and (if enabled) evaluation batches. Collective.
+
+    Of the processes that share a cache (data_cache_dir), the first opens the data before the
+    others, which find its imports and indices there.
 
     Args:
       config: The run's configuration.
@@ -64,12 +68,13 @@ def open_batches(
     Raises:
       UserError: As make_train_iterator and make_eval_iterator do.
     """
-    train_batches = make_train_iterator(config, schedule, shard, log)
+    eval_batches = None
+    with first_process_first("opening the data", config.data.data_cache_dir):
+        train_batches = make_train_iterator(config, schedule, shard, log)
+        if config.evaluation.eval_interval > 0:
+            eval_batches = make_eval_iterator(config, eval_batch_size, shard, log)
+            eval_batches.stop_waiting(should_stop)
     train_batches.stop_waiting(should_stop)
-    if config.evaluation.eval_interval <= 0:
-        return train_batches, None
-    eval_batches = make_eval_iterator(config, eval_batch_size, shard, log)
-    eval_batches.stop_waiting(should_stop)
     return train_batches, eval_batches
 
 

@@ -69,11 +69,11 @@ def train(
     checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.healthy_after_steps
     )
-    if not config.preparation.prepare_source:
-        check_sources(config)
 
     # --- Devices ----------------------------------------------------------------------------------
     _print_lines(start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout))
+    if not config.preparation.prepare_source:
+        check_sources(config)
 
     import jax
 
@@ -171,11 +171,10 @@ def train(
         return compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
 
     compiling = None
+    watchdog.enter("prepare")  # text is tokenized, records are imported: it may take hours
     if config.preparation.prepare_source:
         compiling = compile_first_step(prepared_has_documents(config))
-        watchdog.enter("prepare")
         prepare_sources(config)
-        watchdog.enter("startup")
     train_batches, eval_batches = open_batches(
         config,
         batch_schedule,
@@ -183,6 +182,7 @@ def train(
         BatchShard(*sharding.batch_slice()),
         should_stop=preemption.is_pending,
     )
+    watchdog.enter("startup")
     if compiling is None:
         compiling = compile_first_step(train_batches.has_documents)
 

@@ -1,8 +1,9 @@
 """Run folders: created, checked for write access, and locked for one process at a time.
 
-A run folder on a disk is locked with a file lock. In a bucket the lock is a lease: an object that
-its owner rewrites every few seconds (a heartbeat). Clocks of machines are never compared; a lease
-that does not change for `timeout_seconds` belongs to a dead owner.
+A run folder on a disk is locked with a file lock. In a bucket the lock is an object that names the
+owner, created only if it is not there. A second start that finds it overwrites it with a claim. A
+live owner, which reads the object every few seconds, restores it, and the second start is refused;
+a dead owner cannot, and loses the folder.
 """
 
 import atexit
@@ -10,7 +11,6 @@ import contextlib
 import datetime
 import errno
 import json
-import math
 import os
 import socket
 import sys
@@ -39,8 +39,7 @@ _WITHOUT_LOCKS = (
     errno.EINVAL,
     errno.ENOTTY,
 )
-_locks: "list[Lease | BaseFileLock]" = []
-_ended: set[str] = set()  # tokens of this process without a heartbeat, maybe still in a bucket
+_locks: "list[BucketLock | BaseFileLock]" = []
 
 
 def create_run_folder(path: epath.PathLike) -> epath.Path:
@@ -106,9 +105,9 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
       InUseError: Another process holds the lock.
     """
     if is_object_store_path(run_folder):
-        lease = Lease(f"{run_folder}/{_LOCK_FILE}")
-        lease.acquire()
-        _locks.append(lease)
+        bucket_lock = BucketLock(f"{run_folder}/{_LOCK_FILE}")
+        bucket_lock.acquire()
+        _locks.append(bucket_lock)
         return
     path = run_folder / _LOCK_FILE
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
@@ -135,45 +134,30 @@ def unlock_run_folder() -> None:
         _locks.pop().release()
 
 
-class Lease:
-    """An exclusive lease: an object in a bucket that its owner renews with a heartbeat.
+class BucketLock:
+    """An exclusive lock: an object in a bucket that names its owner.
 
-    The object's content is {"host", "process", "started", "token", "renewals"}. The lease is
+    The object's content is {"host", "process", "started", "token", "is_claim"}. The lock is
     released at program exit at the latest.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        renewal_seconds: float = 5.0,
-        timeout_seconds: float = 30.0,
-        takeover_seconds: float = 2.0,
-        is_advisory: bool = False,
-    ):
-        """Prepares the lease; `acquire` writes it.
+    def __init__(self, url: str, *, check_seconds: float = 5.0, answer_seconds: float = 30.0):
+        """Prepares the lock; `acquire` writes it.
 
         Args:
           url: URL of the object.
-          renewal_seconds: Period of the heartbeat.
-          timeout_seconds: Time without a heartbeat after which an owner counts as dead.
-          takeover_seconds: Time to wait after a takeover for a competing one.
-          is_advisory: An advisory lease is silent, and its loss does not end the process.
+          check_seconds: Period at which an owner reads the object.
+          answer_seconds: Time in which a live owner answers a claim.
         """
-        self._is_advisory = is_advisory
-        self._renewal_seconds = renewal_seconds
-        self._timeout_seconds = timeout_seconds
-        self._takeover_seconds = takeover_seconds
         self._url = url
-        self._holder = _this_process()
-        self._token = uuid.uuid4().hex
-        self._renewals = 0
-        self._watched_holder = ""  # whose heartbeat a line on stderr says we wait for
+        self._check_seconds = check_seconds
+        self._answer_seconds = answer_seconds
+        self._holder = _this_process() | {"token": uuid.uuid4().hex}
         self._over = threading.Event()
         self._storage, self._path = file_system(url)
 
     def acquire(self) -> None:
-        """Acquires the lease and renews it in a background thread until `release`.
+        """Acquires the lock, and answers claims in a background thread until `release`.
 
         Raises:
           InUseError: Another owner is alive.
@@ -182,53 +166,40 @@ class Lease:
             holder = self._read()
             if holder is None:
                 continue  # released just now
-            is_dead = holder.get("token") in _ended or _is_dead_here(holder)
-            if is_dead or not self._is_renewed(holder):
-                self._write()
-                # Only other hosts take so long to see that a lease has expired.
-                self._over.wait(min(self._takeover_seconds, 2.0 if is_dead else math.inf))
-            current = self._read() or {}
-            if current.get("token") == self._token:
-                break
-        threading.Thread(target=self._renew, daemon=True, name="lease").start()
+            if not _is_dead_here(holder):
+                self._claim(holder)
+            self._write()
+            break
+        threading.Thread(target=self._answer_claims, daemon=True, name="run folder lock").start()
         atexit.register(self.release)
 
     def release(self) -> None:
-        """Stops the heartbeat and deletes the object if it is still this lease's. Idempotent."""
+        """Stops answering, and deletes the object if it is still this lock's. Idempotent."""
         if not self._over.is_set():
             self._over.set()
-            _ended.add(self._token)
-            holder = self._read()
-            if holder is not None and holder.get("token") == self._token:
+            if self._is_own(self._read()):
                 self._storage.rm_file(self._path)
 
-    def _is_renewed(self, holder: dict[str, Any]) -> bool:
-        """Watches another owner's lease for `timeout_seconds`.
-
-        Returns:
-          False if it expired; True if it was released meanwhile.
+    def _claim(self, holder: dict[str, Any]) -> None:
+        """Claims the lock of another owner; returns if that one does not answer.
 
         Raises:
-          InUseError: The owner renewed it.
+          InUseError: The owner restored its entry.
         """
-        description = describe_holder(holder)
-        if not self._is_advisory and description != self._watched_holder:
-            self._watched_holder = description
-            sys.stderr.write(
-                f"Waiting up to {self._timeout_seconds:g} s for a heartbeat of {description} "
-                f"({self._url})\n"
-            )
-        deadline = time.monotonic() + self._timeout_seconds
+        sys.stderr.write(
+            f"Waiting up to {self._answer_seconds:g} s for an answer of {describe_holder(holder)}, "
+            f"which owns {os.path.dirname(self._url)}\n"
+        )
+        self._write(is_claim=True)
+        deadline = time.monotonic() + self._answer_seconds
         while time.monotonic() < deadline:
-            self._over.wait(self._renewal_seconds / 5)
+            self._over.wait(self._check_seconds / 5)
             current_holder = self._read()
-            if current_holder is None:
-                return True  # released: try to create it
-            if current_holder != holder:
+            if current_holder is not None and not self._is_own(current_holder):
                 raise InUseError(os.path.dirname(self._url), current_holder)
-        return False
 
     def _create(self) -> bool:
+        """Returns whether the object was not there and names this process now."""
         try:
             self._write(mode="create")
         except OSError as error:
@@ -236,12 +207,12 @@ class Lease:
             if holder is None and not isinstance(error, FileExistsError):
                 raise  # nothing is there, and it cannot be written
             # Also true if the response to a successful first try was lost.
-            return holder is not None and holder.get("token") == self._token
+            return self._is_own(holder)
         return True
 
-    def _write(self, mode: str = "overwrite") -> None:
-        facts = {**self._holder, "token": self._token, "renewals": self._renewals}
-        self._storage.pipe_file(self._path, json.dumps(facts).encode(), mode=mode)
+    def _write(self, *, is_claim: bool = False, mode: str = "overwrite") -> None:
+        content = json.dumps(self._holder | {"is_claim": is_claim})
+        self._storage.pipe_file(self._path, content.encode(), mode=mode)
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -249,23 +220,29 @@ class Lease:
         except FileNotFoundError:
             return None
         except ValueError:
-            return {}  # damaged: no owner
+            return {}  # damaged: an unknown owner
 
-    def _renew(self) -> None:
-        while not self._over.wait(self._renewal_seconds):
+    def _is_own(self, holder: dict[str, Any] | None) -> bool:
+        return holder is not None and holder.get("token") == self._holder["token"]
+
+    def _answer_claims(self) -> None:
+        while not self._over.wait(self._check_seconds):
             try:
                 holder = self._read()
-                if holder is not None and holder.get("token") not in (self._token, None):
+                if self._is_own(holder):
+                    continue
+                if holder and not holder.get("is_claim"):
                     break
-                self._renewals += 1
-                self._write()
+                if not self._over.is_set():
+                    self._write()
             except Exception:  # storage fails for a while: try again next time
                 continue
-        if not (self._is_advisory or self._over.is_set()):
+        if not self._over.is_set():
+            # This process or its storage was suspended for longer than a claim waits.
             sys.stderr.write(
-                f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(holder)} "
-                "while this process sent no heartbeat. Exiting, so that only one process writes "
-                "there.\n"
+                f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(holder)}, "
+                "whose claim this process did not answer in time. Exiting, so that only one "
+                "process writes there.\n"
             )
             sys.stderr.flush()
             os._exit(USER_ERROR)

@@ -229,7 +229,8 @@ BELOW = {
     "hardware": "config runtime",
     "parallelism": "config",
     "layers": "config parallelism",
-    "input_pipeline": "config storage runtime.cores parallelism.mesh layers.batch",
+    "input_pipeline": "config storage runtime.cores runtime.first_process parallelism.mesh"
+    " layers.batch",
     "training": "config parallelism layers",
     "checkpointing": "config storage runtime",
     "monitoring": "config storage runtime",

@@ -87,6 +87,14 @@ def pid_of(folder, process):
     return json.loads((folder / "processes" / f"{process}.json").read_text())["pid"]
 
 
+def test_two_processes_prepare_their_text_once(launcher, start):
+    keys = [f"dataset_path={launcher.folder}/once", "steps=2", "eval_interval=-1"]
+    output = ended(*start(2, "once", *keys))
+    assert "completed step: 1," in output
+    assert output.count("Read 12 documents") == 1
+    assert output.count(f"Wrote {launcher.folder}/once") == 1
+
+
 def test_a_notice_to_one_of_four_saves_all_and_two_go_on_one_of_which_dies(whole, start):
     folder = whole.parent / "disturbed"
     process, path = start(4, "disturbed")

@@ -1,8 +1,6 @@
 """Every kind of data set read from a bucket, also one that fails for a while, and written there."""
 
-import queue
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -19,7 +17,6 @@ from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused
 from tests.storage.emulator import Fault
-from tests.storage.test_lease import QUICK
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -101,39 +98,31 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
 
 
 @pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
-def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
-    read, others, lines = [], [], queue.Queue()
+def test_one_host_imports_and_the_others_read_it(kept, tmp_path, bucket, emulator):
+    read = []
 
     def counted(path):
         read.append(path)
-        while others:  # the import lasts until each of them waits
-            assert others.pop() in lines.get(timeout=60)
         return read_ids(path, "tfrecord")
 
-    lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # no host dies
-    monkeypatch.setattr(import_records, "Lease", lambda *of, **asked: lease(*of, **asked | quick))
-    hosts = [
+    first, second = (
         import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")
-        for name in "abc"
-    ]
-    with emulator.failing(Fault(403, "GET /download.*set")):
-        refused(f"^{bucket}/set/ids0.* cannot be read", hosts[0].run, quiet)
-    with emulator.failing(Fault(403, "POST /upload")):
-        refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
-    read.clear()
-    others += [f"Waiting for another host to import the records into {hosts[0].url}"] * 2
-    with ThreadPoolExecutor() as threads:
-        log = lambda line: "Waiting" in line and lines.put(line)  # noqa: E731
-        found = [*threads.map(lambda host: host.run(log), hosts)]
-    assert lines.empty()
-    assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
-    one, _ = (
-        each.store(Arrays(each.folder)) for each in found if each.token_folder.startswith("gs://")
+        for name in "ab"
     )
+    with emulator.failing(Fault(403, "GET /download.*set")):
+        refused(f"^{bucket}/set/ids0.* cannot be read", first.run, quiet)
+    with emulator.failing(Fault(403, "POST /upload")):
+        refused(f"data_cache_dir={bucket}/c cannot be written", first.run, quiet)
+    first.run(quiet)
+    assert {path for path in read if "://" in path} == {file.path for file in first.files}
+    read.clear()
+    imported = second.run(quiet)
+    assert read == []
+    store = imported.store(Arrays(imported.folder))
     system = fsspec.filesystem("gs")
-    content = system.cat(one.files[1])
-    system.pipe(one.files[1], bytes([content[0] ^ 64]) + content[1:])
-    refused(r"tokens-00001\.bin is damaged", one.read, np.array([0]), np.array([len(one)]))
+    content = system.cat(store.files[1])
+    system.pipe(store.files[1], bytes([content[0] ^ 64]) + content[1:])
+    refused(r"tokens-00001\.bin is damaged", store.read, np.array([0]), np.array([len(store)]))
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@
       import.json            overall summary; written last, marks completeness
 
 Checking such files means reading every byte anyway. Batches are then read from flat files, whatever
-the original format. Hosts without a common disk share the import of files in a bucket: one uploads
-it, with ids and labels in the subfolder `tokens`, where the others read them.
+the original format. Files in a bucket can be imported into a bucket (data_cache_dir=gs://...): ids
+and labels are uploaded to the subfolder `tokens`, where all hosts read them.
 """
 
 import contextlib
@@ -44,7 +44,6 @@ from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.run_folder import InUseError, Lease
 
 _LAYOUT = 1  # of the files below; part of the folder's name
 _BLOCK = 2**13  # records whose sizes are kept in memory
@@ -104,7 +103,7 @@ class RecordImport:
     read: Callable[[str], Iterator[TokenDocument | BadRecordError]]  # sent to other processes
     identity: str  # everything besides the file that determines what `read` returns
     cache_dir: Path
-    cache_url: str = ""  # a bucket to share the import of files in buckets
+    cache_url: str = ""  # a bucket for the import of files in buckets
     eos_id: int = -1  # appended to every record unless negative
     skip: bool = False  # skip bad records, up to `bad_records.maximum`
     max_bad_records: int = 0
@@ -120,9 +119,9 @@ class RecordImport:
 
     @functools.cached_property
     def url(self) -> str:
-        """Folder in a bucket to share the import through, or ""."""
-        is_shared = self.cache_url and all(file_access.is_url(file.path) for file in self.files)
-        return f"{self.cache_url.rstrip('/')}/imported/{self.folder.name}" if is_shared else ""
+        """Folder in a bucket for the import, or ""."""
+        in_bucket = self.cache_url and all(file_access.is_url(file.path) for file in self.files)
+        return f"{self.cache_url.rstrip('/')}/imported/{self.folder.name}" if in_bucket else ""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -136,47 +135,28 @@ class RecordImport:
     def run(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the imported records, importing them at the first call.
 
-        If several processes call it, one works and the others wait: those that share `cache_dir`,
-        and for files in a bucket also `cache_url`.
+        If several processes that share `cache_dir` call it, one works and the others wait.
 
         Raises:
           BadRecordError: A record is damaged, or the rest of a file is not found, without `skip`.
           FileReadError: A file cannot be read.
           UserError: Too many bad records, or a cache cannot be written.
         """
-        imported = self._run_shared(log) if self.url else self._run_locally(log)
+        imported = self._run_in_bucket(log) if self.url else self._run_locally(log)
         self.check_bad(imported.skipped)
         for message in imported.skipped:
             log(message)
         return imported
 
-    def _run_shared(self, log: Callable[[str], None]) -> ImportedRecords:
-        """Returns the import in the bucket; uploads it if none is there."""
-        header = f"{self.url}/{_HEADER_NAME}"
-        lock_url = f"{self.url}.lock"
-        # An upload may delay a heartbeat, and hosts take over at about the same time.
-        lease = Lease(
-            lock_url,
-            is_advisory=True,
-            renewal_seconds=20.0,
-            timeout_seconds=300.0,
-            takeover_seconds=60.0,
-        )
-        is_waiting = False
+    def _run_in_bucket(self, log: Callable[[str], None]) -> ImportedRecords:
+        """Returns the import in the bucket; makes and uploads it if none is there.
+
+        Programs that do so at the same time upload the same bytes.
+        """
         ask = functools.partial(_call_bucket, self.cache_url)
-        while not ask(file_access.path_type, header):
-            if not is_waiting and ask(file_access.path_type, lock_url):
-                is_waiting = True
-                log(f"Waiting for another host to import the records into {self.url}")
-            with contextlib.suppress(InUseError):  # looks again while another one works
-                ask(lease.acquire)
-                try:
-                    if not ask(file_access.path_type, header):
-                        ask(self._upload, self._run_locally(log))
-                        log(f"Uploaded it to {self.url}")
-                finally:
-                    with contextlib.suppress(Exception):  # it expires without a heartbeat
-                        lease.release()
+        if not ask(file_access.path_type, f"{self.url}/{_HEADER_NAME}"):
+            ask(self._upload, self._run_locally(log))
+            log(f"Uploaded it to {self.url}")
         if (self.folder / _HEADER_NAME).exists():  # this host imported it
             return self._run_locally(log)
         folder = local_cache.copy_folder(self.url, self.cache_dir)

@@ -1,0 +1,174 @@
+"""Work that the processes of a run share: the first one does it, the others use its result."""
+
+import contextlib
+import itertools
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from MaxText.errors import UserError
+from MaxText.runtime import processes
+from MaxText.storage.file_access import is_url, local_path
+
+_MAX_WAIT_HOURS = 24.0
+# Until all processes have come to a block. They start within minutes of each other.
+_MEETING_SECONDS = 3600.0
+_SECONDS_BEFORE_NOTICE = 10.0
+# After a failure: until all processes know it, and until they have exited. JAX aborts a process
+# without a coordinator, which runs in process 0.
+_TOLD_SECONDS = 10.0
+_EXIT_SECONDS = 2.0
+
+_block_numbers = itertools.count()  # equal in all processes, as these enter the same blocks
+
+
+@contextlib.contextmanager
+def first_process_first(task: str, folder: str) -> Iterator[bool]:
+    """Runs a block in the first process that sees a folder, then in the others that see it.
+
+    For a folder on a shared disk, or a URL, the first process is process 0 of the run. For a folder
+    on local disks, it is the first process of each host. The others wait until it has left the
+    block. Collective.
+
+    Args:
+      task: What the block does, for messages: "preparing the text".
+      folder: Folder or URL to which the block writes its result. It is created.
+
+    Yields:
+      Whether this process is the first one.
+
+    Raises:
+      UserError: The block failed in the first process, or did not end there within a day.
+    """
+    if processes.count() == 1:
+        yield True
+        return
+    block = _Block(task, folder)
+    if not block.is_first:
+        block.wait_for_first()
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        block.report(error)
+        raise
+    block.report(None)
+
+
+class _Block:
+    """A block that all processes enter; they communicate through JAX's coordinator.
+
+    Devices are not involved: they may not be initialized yet, and collectives have no time limit.
+    """
+
+    def __init__(self, task: str, folder: str):
+        """Finds the first process that sees the folder. Collective."""
+        from jax._src import distributed  # the coordinator's client has no public name
+
+        self._client: Any = distributed.global_state.client
+        self._process: int = distributed.global_state.process_id
+        self._task = task
+        self._prefix = f"maxtext/first_process/{next(_block_numbers)}"
+        self._first = 0
+        markers = self._place_marker(folder)
+        self._barrier("placed", _MEETING_SECONDS)
+        with contextlib.suppress(OSError):
+            self._first = next((n for n, marker in enumerate(markers) if marker.exists()), 0)
+        self._client.key_value_set(f"{self._prefix}/first/{self._process}", str(self._first))
+        self._barrier("seen", _MEETING_SECONDS)
+        with contextlib.suppress(OSError):
+            for marker in markers[self._process :]:
+                marker.unlink(missing_ok=True)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first one."""
+        return self._process == self._first
+
+    def report(self, error: BaseException | None) -> None:
+        """Tells the processes that wait for this one how the block ended."""
+        message = None
+        if error is not None:
+            message = str(error) if isinstance(error, UserError) else repr(error)
+        self._client.key_value_set(self._result_key, json.dumps(message))
+        if error is not None:
+            self._wait_until_told()
+
+    def wait_for_first(self) -> None:
+        """Waits until the first process has left the block.
+
+        Raises:
+          UserError: It failed, or the wait took too long.
+        """
+        result = self._result_within(_SECONDS_BEFORE_NOTICE)
+        if result is None:
+            sys.stderr.write(
+                f"process {self._process} waits for process {self._first}: {self._task}\n"
+            )
+            result = self._result_within(_MAX_WAIT_HOURS * 3600)
+        if result is None:
+            raise UserError(
+                f"process {self._first} has not finished {self._task} within {_MAX_WAIT_HOURS:g} "
+                "hours. See its log, or prepare the data before the run (prepare_data.py)."
+            )
+        message = json.loads(result)
+        if message is not None:
+            self._wait_until_told()
+            raise UserError(f"process {self._first} failed while {self._task}: {message}")
+
+    @property
+    def _result_key(self) -> str:
+        return f"{self._prefix}/result/{self._first}"
+
+    def _place_marker(self, folder: str) -> list[Path]:
+        """Creates this process's file in the folder; returns those of it and all before it.
+
+        None are returned if process 0 is the first one anyway: for a URL, and for a folder that
+        cannot be written.
+        """
+        if self._process == 0:
+            # A new name, because network disks remember for a while that a file was missing.
+            self._client.key_value_set(f"{self._prefix}/marker", f".{secrets.token_hex(8)}")
+        name = self._client.blocking_key_value_get(
+            f"{self._prefix}/marker", _milliseconds(_MEETING_SECONDS)
+        )
+        if is_url(folder):
+            return []
+        path = Path(local_path(folder))
+        markers = [path / f"{name}-{process}" for process in range(self._process + 1)]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            markers[-1].touch()
+        except OSError:  # whoever writes there says why it cannot
+            return []
+        return markers
+
+    def _barrier(self, name: str, seconds: float, group: list[int] | None = None) -> None:
+        self._client.wait_at_barrier(f"{self._prefix}/{name}", _milliseconds(seconds), group)
+
+    def _result_within(self, seconds: float) -> str | None:
+        """Returns the first process's result; None if there is none after some time."""
+        try:
+            return self._client.blocking_key_value_get(self._result_key, _milliseconds(seconds))
+        except RuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def _wait_until_told(self) -> None:
+        """Waits, after a failure, until all that wait for the first process know of it."""
+        firsts = self._client.key_value_dir_get(f"{self._prefix}/first/")
+        group = [int(key.rpartition("/")[2]) for key, first in firsts if int(first) == self._first]
+        with contextlib.suppress(RuntimeError):
+            self._barrier(f"told/{self._first}", _TOLD_SECONDS, group)
+        if self.is_first and len(group) > 1:
+            time.sleep(_EXIT_SECONDS)
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

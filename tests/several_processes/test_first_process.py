@@ -1,0 +1,116 @@
+"""What the processes of a run share: the first one works, and the others use its result."""
+
+import pytest
+
+from MaxText.exit_codes import USER_ERROR
+from tests.input_pipeline.faults import write
+from tests.several_processes.group import started
+
+CONNECTED = """
+import os, sys, time
+from pathlib import Path
+from MaxText.errors import UserError
+from MaxText.runtime import first_process, processes, start_up
+
+place = Path(sys.argv[1])
+process = int(os.environ["JAX_PROCESS_ID"])
+os.environ["HOME"] = str(place / f"home{process}")  # of another host
+start_up.initialize_distributed("cpu", 60.0)
+"""
+
+BLOCKS = """
+def enter(folder):
+    with first_process.first_process_first("working", str(folder)) as is_first:
+        done = place / "done"
+        print(Path(folder).name, is_first, done.exists(), flush=True)
+        if is_first:
+            time.sleep(0.5)
+            done.touch()
+    time.sleep(0.5)
+    done.unlink(missing_ok=True)
+
+first_process._SECONDS_BEFORE_NOTICE = 0.1
+enter(place / "shared" / "disk")
+enter(place / f"disk{process}")
+enter("gs://bucket/folder")
+enter("/proc/unwritable")
+print(os.listdir(place / "shared" / "disk"), os.listdir(place / f"disk{process}"))
+first_process._MAX_WAIT_HOURS = 0.1 / 3600
+try:
+    enter(place / "shared")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_the_first_process_that_sees_a_folder_works_before_the_others(tmp_path):
+    with started(["-c", CONNECTED + BLOCKS, str(tmp_path)], tmp_path) as group:
+        assert group.codes() == [0, 0]
+        first, second = (group.output(process).splitlines() for process in range(2))
+    disk, own_disk, bucket, unwritable, markers, *_ = first
+    assert disk == "disk True False"
+    assert own_disk == "disk0 True False"
+    assert bucket == "folder True False"
+    assert unwritable == "unwritable True False"
+    assert markers == "[] []"
+    notice = "process 1 waits for process 0: working"
+    assert second[:7] == [
+        notice,
+        "disk False True",
+        "disk1 True False",
+        notice,
+        "folder False True",
+        notice,
+        "unwritable False True",
+    ]
+    assert second[-1].startswith("process 0 has not finished working within ")
+
+
+FAILING = """
+try:
+    with first_process.first_process_first("working", str(place / "disk")) as is_first:
+        assert is_first
+        raise UserError("the disk is full")
+except UserError as error:
+    processes.fail(error)
+"""
+
+
+def test_what_fails_in_the_first_process_is_told_to_the_others(tmp_path):
+    with started(["-c", CONNECTED + FAILING, str(tmp_path)], tmp_path) as group:
+        assert group.codes() == [USER_ERROR] * 2
+        assert "error: the disk is full" in group.output(0)
+        told = "error: process 0 failed while working: the disk is full"
+        assert group.output(1).splitlines() == [told]
+
+
+DATA = """
+from MaxText.config.loading import load
+from MaxText.input_pipeline.data_sources import check_sources, prepare_sources
+
+def keys(data, cache):
+    return [f"dataset_path={data}", f"data_cache_dir={cache}", "vocab_size=50257"]
+
+text = [f"prepare_source={place}/text", "tokenizer_type=byte", "validation_fraction=0.5"]
+local = place / f"disk{process}"
+print("-- shared disk", flush=True)
+prepare_sources(load([*keys(place / "data", place / "cache"), *text]).config)
+check_sources(load([*keys(place / "records", place / "cache"), "eval_interval=-1"]).config)
+print("-- local disks", flush=True)
+prepare_sources(load([*keys(local / "data", "~/cache"), *text]).config)
+check_sources(load([*keys(place / "records", "~/cache"), "eval_interval=-1"]).config)
+"""
+
+
+@pytest.mark.slow
+def test_text_and_records_are_read_once_on_each_disk(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"some words of {name}. " * 200)
+    write("tfrecord", tmp_path / "records")
+    with started(["-c", CONNECTED + DATA, str(tmp_path)], tmp_path) as group:
+        assert group.codes() == [0, 0], [group.output(process) for process in range(2)]
+        outputs = [group.output(process).split("-- ")[1:] for process in range(2)]
+    for line in ("Read 2 documents", "Wrote ", "Importing 3 files"):
+        counts = [[part.count(line) for part in parts] for parts in outputs]
+        assert counts == [[1, 1], [0, 1]], (line, outputs)
