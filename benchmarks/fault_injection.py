@@ -388,9 +388,10 @@ def main() -> int:
             rates = sorted({0.0, *options.failures_per_hour})
             # Data and compiled steps, which later starts find.
             _end(attack.start("prepared", "steps=10"))
-            measured = [
-                measure_goodput(attack, rate, options.steps, options.seed) for rate in rates
-            ]
+            measured = []
+            for rate in rates:
+                measured.append(measure_goodput(attack, rate, options.steps, options.seed))
+                print(measured[-1], flush=True)
             print(goodput_table(measured, options.steps), flush=True)
             return 0
         expected = attack.finish("undisturbed")
