@@ -62,7 +62,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_source import BatchShard
-    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches, resolve_global_batch
     from MaxText.parallelism import mesh
 
     if split not in ("train", "eval"):
@@ -70,6 +70,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     prepare_sources(config)
     config = choose_layout_for_devices(config, jax.devices(), lambda line: None)
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
+    config = resolve_global_batch(config, sharding)
     sizes = config.batch
     evaluation = config.evaluation
     batch_schedule = plan_batches(config, sharding)

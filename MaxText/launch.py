@@ -15,6 +15,7 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
@@ -143,6 +144,7 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     run = resolve_run_args(train_args)
     num_processes = int(operands[0])
     command = [*TRAIN_COMMAND, *run.arguments]
+    smaller_counts = _smaller_counts(options, num_processes, run.arguments)
     if options.dry_run:
         commands = Commands(print, dry_run=True)
         port = supervision.free_port()
@@ -158,9 +160,33 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
     print(f"launch: {processes}; logs are in {logs}")
     try:
-        return supervision.supervise(command, num_processes, options, run.folder, print)
+        return supervision.supervise(
+            command, num_processes, options, run.folder, print, smaller_counts=smaller_counts
+        )
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
+
+
+def _smaller_counts(
+    options: LocalOptions, num_processes: int, train_args: Sequence[str]
+) -> list[int]:
+    """Returns the numbers of processes that an elastic run can go on with; none for others."""
+    if options.min_processes is None:
+        return []
+    if not options.supervise:
+        raise UserError("--min-processes goes with --supervise, which restarts the processes.")
+    import jax
+
+    from MaxText.cost.elastic import usable_process_counts
+
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the processes
+    return usable_process_counts(
+        load(list(train_args), "train.py").config,
+        num_processes,
+        options.min_processes,
+        options.devices_per_process or 1,
+        lambda line: print(f"launch: {line}"),
+    )
 
 
 def _launch_gcloud(

@@ -7,6 +7,13 @@ it starts, in a step, in an evaluation, while a checkpoint is being written. The
 it again. When it is done its last checkpoint (parameters, optimizer state, position in the data),
 its metrics and its evaluations must be those of the undisturbed run, bit for bit, and each step
 must have one row. Then the next run begins, until there were as many kills as asked for.
+
+    python benchmarks/fault_injection.py --failures-per-hour 0 60 120 --steps 600
+
+measures goodput: the share of a run's time in which it does steps that it keeps. Runs are killed at
+exponentially distributed times, the same ones for the same seed, and started again at once. The
+table compares with what a failure costs: the restart up to the first step, and the steps that are
+repeated, of which there are half a checkpoint period on average.
 """
 
 import argparse
@@ -81,6 +88,7 @@ class Run:
         # completed; the last of these
         self.num_steps = 0
         self.last_step = None
+        self.first_step_time: float | None = None  # monotonic seconds
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -91,6 +99,8 @@ class Run:
                 self.lines.append(line)
                 completed = _COMPLETED.match(line)
                 if completed:
+                    if self.first_step_time is None:
+                        self.first_step_time = time.monotonic()
                     self.last_step = int(completed[1])
                     self.num_steps += 1
 
@@ -283,15 +293,106 @@ def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     return changes
 
 
+class GoodputMeasurement(NamedTuple):
+    """A run that was killed at random times.
+
+    Attributes:
+      failures_per_hour: Rate of the kills.
+      num_failures: Kills.
+      wall_seconds: From the first start to the end.
+      start_seconds: Of each start, from its launch to its first step; of those that reached one.
+    """
+
+    failures_per_hour: float
+    num_failures: int
+    wall_seconds: float
+    start_seconds: list[float]
+
+
+def measure_goodput(
+    injection: FaultInjection, rate: float, steps: int, seed: int
+) -> GoodputMeasurement:
+    """Runs to the end under failures that are independent of what the run does.
+
+    Args:
+      injection: Starts the runs.
+      rate: Failures per hour.
+      steps: Steps of the run, of which each 50th is saved.
+      seed: Of the times of the failures.
+    """
+    draw = random.Random(seed)
+    arguments = (f"steps={steps}", "checkpoint_period=50", "eval_interval=-1")
+    name = f"goodput_{rate:g}"
+    began = time.monotonic()
+    starts: list[float] = []
+    num_failures = 0
+    next_failure = draw.expovariate(rate / 3600) if rate else float("inf")
+    while True:
+        launched = time.monotonic()
+        run = injection.start(name, *arguments)
+
+        def is_due() -> bool:
+            return time.monotonic() - began >= next_failure  # noqa: B023
+
+        was_killed = run.wait_for(is_due)
+        if was_killed:
+            run.kill()
+            num_failures += 1
+            next_failure += draw.expovariate(rate / 3600)
+        else:
+            _end(run)
+        if run.first_step_time is not None:
+            starts.append(run.first_step_time - launched)
+        if not was_killed:
+            return GoodputMeasurement(rate, num_failures, time.monotonic() - began, starts)
+
+
+def goodput_table(measurements: Sequence[GoodputMeasurement], steps: int) -> str:
+    """Returns a table in Markdown; the first measurement is that without failures."""
+    undisturbed = measurements[0]
+    training_seconds = undisturbed.wall_seconds - undisturbed.start_seconds[0]
+    starts = [seconds for each in measurements for seconds in each.start_seconds]
+    restart_seconds = sum(starts) / len(starts)
+    repeated_seconds = training_seconds / steps * 50 / 2
+    lines = [
+        f"{steps} steps take {training_seconds:.0f} s. A failure costs {restart_seconds:.1f} s of "
+        f"restart and {repeated_seconds:.1f} s of repeated steps on average.",
+        "",
+        "| failures per hour | failures | seconds | goodput | by the cost of a failure |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for each in measurements:
+        cost = each.failures_per_hour / 3600 * (restart_seconds + repeated_seconds)
+        expected = training_seconds * (1 - cost) / (training_seconds + restart_seconds)
+        lines.append(
+            f"| {each.failures_per_hour:g} | {each.num_failures} | {each.wall_seconds:.0f} | "
+            f"{training_seconds / each.wall_seconds:.2f} | {max(0.0, expected):.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    rates_help = "measures goodput instead; 0 is added"
+    parser.add_argument("--failures-per-hour", type=float, nargs="+", help=rates_help)
+    parser.add_argument("--steps", type=int, default=600, help="of a run whose goodput is measured")
     options = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
         attack = FaultInjection(pathlib.Path(folder), environment, options.seed)
+        if options.failures_per_hour:
+            rates = sorted({0.0, *options.failures_per_hour})
+            # Data and compiled steps, which later starts find.
+            _end(attack.start("prepared", "steps=10"))
+            measured = []
+            for rate in rates:
+                measured.append(measure_goodput(attack, rate, options.steps, options.seed))
+                print(measured[-1], flush=True)
+            print(goodput_table(measured, options.steps), flush=True)
+            return 0
         expected = attack.finish("undisturbed")
         for event in attack.killed(options.kills):
             if isinstance(event, InjectedFault):

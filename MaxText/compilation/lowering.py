@@ -12,7 +12,7 @@ from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.input_pipeline.data_sources import prepared_has_documents
 from MaxText.input_pipeline.registered_sources.opening_sources import is_registered_type
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.input_pipeline.sequences.plan_batches import plan_batches
+from MaxText.input_pipeline.sequences.plan_batches import plan_batches, resolve_global_batch
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
@@ -52,7 +52,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
         UserError: the configuration does not fit the devices.
     """
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
-    resolved = resolve_growth(config, [])
+    resolved = resolve_growth(resolve_global_batch(config, sharding), [])
     config = resolved.config
     setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
     model = setup.model

@@ -132,6 +132,18 @@ def _ramp_reaches_the_batch_size(config: Config) -> ConfigIssue | None:
     )
 
 
+@rule("global_batch_size", "enable_rampup_batch_size")
+def _one_batch_size(config: Config) -> ConfigIssue | None:
+    batch = config.batch
+    if not (batch.global_batch_size and batch.enable_rampup_batch_size):
+        return None
+    return ConfigIssue(
+        message=f"global_batch_size={batch.global_batch_size} is the batch size of every step, and "
+        "enable_rampup_batch_size=true changes it",
+        keys=("global_batch_size", "enable_rampup_batch_size"),
+    )
+
+
 @rule("sequence_length_stages", "max_target_length", "mlm_training")
 def _length_stages_are_ordered(config: Config) -> ConfigIssue | None:
     stages = config.batch.sequence_length_stages

@@ -57,11 +57,16 @@ _RAMPS = "enable_rampup_batch_size"
 
 
 class BatchConfig(Section):
-    """Batch size: per_device_batch_size x devices x accumulation steps."""
+    """Batch size: per_device_batch_size x devices x accumulation steps, or global_batch_size."""
 
+    global_batch_size: Natural = key(0, unit="sequences")
+    """Sequences per step on any number of devices, in as few microbatches as
+    per_device_batch_size, then the most per device, allows. eval_steps counts batches of as many,
+    too, unless eval_per_device_batch_size is set. 0: per_device_batch_size x devices x
+    gradient_accumulation_steps."""
     per_device_batch_size: Positive = key(12.0, unit="sequences")
     """Sequences per device and microbatch; may be a fraction."""
-    gradient_accumulation_steps: Count = key(1)
+    gradient_accumulation_steps: Count = key(1, only_if={"global_batch_size": [0]})
     """Microbatches per step, accumulated inside one compiled step."""
     enable_rampup_batch_size: bool = key(False)
     """Ramp up the batch size from per_device_batch_size_start to per_device_batch_size."""

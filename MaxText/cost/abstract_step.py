@@ -20,7 +20,7 @@ from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.hardware.chips import Hardware
-from MaxText.input_pipeline.sequences.plan_batches import plan_batches
+from MaxText.input_pipeline.sequences.plan_batches import plan_batches, resolve_global_batch
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
@@ -183,6 +183,7 @@ def make_program(config: Config, hardware: Hardware) -> Program:
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
     sharding = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
+    config = resolve_global_batch(config, sharding)
     model_config, choices = backend_defaults.resolve_auto(
         config.model, hardware.chip.platform, sharding
     )

@@ -335,6 +335,8 @@ def _mesh_keys(config: Config, hardware: Hardware, within: Keys, across: Keys) -
 def sequences_of(config: Config, hardware: Hardware) -> int:
     """Returns the sequences of an optimizer step on hardware."""
     batch = config.batch
+    if batch.global_batch_size:
+        return batch.global_batch_size
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)
 

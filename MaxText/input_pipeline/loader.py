@@ -235,6 +235,9 @@ def _eval_batches(
         max_steps = _UNBOUNDED_EVAL_STEPS
     if config.evaluation.eval_steps != -1:
         max_steps = config.evaluation.eval_steps
+        if config.batch.global_batch_size and not config.evaluation.eval_per_device_batch_size:
+            # As many sequences on any number of devices.
+            max_steps *= config.batch.gradient_accumulation_steps
     batch_source = BatchSource(
         sequences,
         BatchSchedule.constant(batch_size, config.model.shape.max_target_length),

@@ -1,7 +1,8 @@
 """Starts the processes of a run on this machine, and restarts them after failures.
 
 All processes of a run depend on each other: after one fails, the others are stopped and all are
-started again, from the newest checkpoint.
+started again, from the newest checkpoint. An elastic run goes on without the one that was lost, as
+long as there is a smaller number of processes with the same global batch.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
 # Limits of the grace period once a process was killed, before and after SIGTERM. The others wait
 # for it in a collective operation and cannot save, so more time would only delay the restart. A
-# process that notices by itself says which peer is silent, after about 20 seconds.
+# process that notices by itself says which peer is silent, after about 10 seconds.
 SECONDS_AFTER_A_KILL = 5.0
 SECONDS_TO_REPORT = 25.0
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
@@ -48,6 +49,11 @@ class LocalOptions(LaunchOptions):
     max_restarts: Natural = option(
         10, "Maximum restarts without a new checkpoint.", metavar="NUMBER"
     )
+    min_processes: Count | None = option(
+        None,
+        "With --supervise: go on without lost processes, with this many at least.",
+        metavar="NUMBER",
+    )
     backoff: NonNegative = option(1.0, "Delay before a restart.", metavar="SECONDS")
     grace_period: NonNegative = option(
         60.0, "Grace period for processes to exit.", metavar="SECONDS"
@@ -56,9 +62,15 @@ class LocalOptions(LaunchOptions):
 
 
 def supervise(
-    command: Sequence[str], num_processes: int, options: LocalOptions, run_folder: str, log: Log
+    command: Sequence[str],
+    num_processes: int,
+    options: LocalOptions,
+    run_folder: str,
+    log: Log,
+    *,
+    smaller_counts: Sequence[int] = (),
 ) -> int:
-    """Runs the processes of a run to completion, restarting all after a failure.
+    """Runs the processes of a run to completion, restarting after a failure.
 
     The delay before a restart doubles with each, up to 60 s. A new checkpoint resets the count of
     restarts. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the processes and end
@@ -70,6 +82,8 @@ def supervise(
       options: Options of launch.py local; `log_dir` is set.
       run_folder: Folder of the run, whose checkpoints count as progress.
       log: Prints a line.
+      smaller_counts: Numbers of processes to go on with once some are lost, the largest first. If
+        fewer are left than the last of them, or it is empty, all are started again.
 
     Returns:
       The exit code of the last attempt, or 128 + n for signal n.
@@ -78,6 +92,7 @@ def supervise(
     restarts = 0
     received: list[int] = []
     attempt: LocalProcesses | None = None
+    slots = list(range(num_processes))  # of the processes in use, each with devices of its own
 
     def forward(signal_number: int, _frame: object) -> None:
         received.append(signal_number)
@@ -92,16 +107,21 @@ def supervise(
             checkpoint_before = newest_checkpoint(run_folder)
             port = free_port()  # the last port may still be in TIME_WAIT
             environments = [
-                process_env(os.environ, num_processes, process, port, options.devices_per_process)
-                for process in range(num_processes)
+                process_env(
+                    os.environ, len(slots), process, port, options.devices_per_process, slot=slot
+                )
+                for process, slot in enumerate(slots)
             ]
             attempt = LocalProcesses(command, environments, Path(options.log_dir))
+            log(f"launch: process ids of the operating system: {attempt.pids}")
             if received:  # the signal came while they were being started
                 attempt.send(received[0])
-            code = combined_exit_code(attempt.wait(options.grace_period))
+            codes = attempt.wait(options.grace_period)
+            code = combined_exit_code(codes)
             if received or not is_restartable(code) or max_restarts == 0:
                 break
-            if newest_checkpoint(run_folder) > checkpoint_before:
+            checkpoint = newest_checkpoint(run_folder)
+            if checkpoint > checkpoint_before:
                 restarts = 0
             if restarts >= max_restarts:
                 log(
@@ -112,9 +132,11 @@ def supervise(
                 break
             seconds = min(_LONGEST_WAIT, options.backoff * 2**restarts)
             restarts += 1
+            slots, plan = _after_failure(slots, codes, num_processes, smaller_counts)
+            since = "the start" if checkpoint < 0 else f"the checkpoint of step {checkpoint}"
             log(
-                f"launch: {_describe_exit(code)}. Restarting all {num_processes} processes in "
-                f"{seconds:g} s (restart {restarts}/{max_restarts} since the last checkpoint)."
+                f"launch: {_describe_exit(code)}. {plan} in {seconds:g} s from {since} "
+                f"(restart {restarts}/{max_restarts} since the last checkpoint)."
             )
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and not received:
@@ -123,6 +145,58 @@ def supervise(
                 code = -received[0]
                 break
     return 128 - code if code < 0 else code
+
+
+def _after_failure(
+    slots: Sequence[int],
+    codes: Sequence[int | None],
+    num_processes: int,
+    smaller_counts: Sequence[int],
+) -> tuple[list[int], str]:
+    """Returns the slots to go on with after a failure, and what to tell of them.
+
+    Args:
+      slots: Slots of the processes that ended.
+      codes: Exit code of each.
+      num_processes: Processes that the run was started with.
+      smaller_counts: As in `supervise`.
+    """
+    if not smaller_counts:
+        return list(slots), f"Restarting all {num_processes} processes"
+    lost = lost_processes(codes)
+    left = [slot for process, slot in enumerate(slots) if process not in lost]
+    if not lost:
+        return left, f"Restarting all {len(left)} processes with the same global batch"
+    names = f"Lost process {', '.join(map(str, lost))} of {len(slots)}"
+    count = next((count for count in smaller_counts if count <= len(left)), None)
+    if count is None:
+        return list(range(num_processes)), (
+            f"{names}, and no number of processes up to {len(left)} can go on (--min-processes, "
+            f"global_batch_size): waiting for the lost ones. Restarting all {num_processes}"
+        )
+    unused = ""
+    if count < len(left):
+        unused = f" ({len(left)} do not divide it)"
+    return left[:count], (
+        f"{names}. Going on with {count} processes and the same global batch{unused}"
+    )
+
+
+def lost_processes(codes: Sequence[int | None]) -> list[int]:
+    """Returns the processes that are to blame for a failure, by their exit codes; none if all are.
+
+    Those that a signal killed, or else those that had to be stopped. SIGABRT alone says little:
+    jax aborts processes whose coordinator is gone.
+    """
+    aborted = -signal.SIGABRT
+    killed = [i for i, code in enumerate(codes) if code is not None and code < 0]
+    candidates = [
+        [process for process in killed if codes[process] != aborted],
+        [process for process, code in enumerate(codes) if code is None],
+        killed,
+    ]
+    lost = next(filter(None, candidates), [])
+    return [] if len(lost) == len(codes) else lost
 
 
 def newest_checkpoint(run_folder: str) -> int:
@@ -186,7 +260,13 @@ def free_port() -> int:
 
 
 def process_env(
-    base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
+    base: Mapping[str, str],
+    number: int,
+    process: int,
+    port: int,
+    devices: int | None,
+    *,
+    slot: int | None = None,
 ) -> dict[str, str]:
     """Returns the environment of one process of a run.
 
@@ -196,7 +276,9 @@ def process_env(
       process: Id of this one, from 0.
       port: Port of the coordinator, which is process 0.
       devices: CPU devices, or GPUs of its own, per process; None leaves jax's default.
+      slot: Which GPUs of the machine are its own, counted as processes; None is `process`.
     """
+    slot = process if slot is None else slot
     environment = dict(base)
     if number > 1:
         environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
@@ -205,9 +287,11 @@ def process_env(
     if devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
         environment[NUM_DEVICES_VARIABLE] = str(number * devices)
+        ids = ",".join(map(str, range(slot * devices, (slot + 1) * devices)))
         if number > 1:
-            ids = range(process * devices, (process + 1) * devices)
-            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, ids))
+            environment["JAX_LOCAL_DEVICE_IDS"] = ids
+        elif slot > 0:
+            environment["JAX_CUDA_VISIBLE_DEVICES"] = ids  # the other is for jax.distributed only
     return environment
 
 
@@ -253,6 +337,11 @@ class LocalProcesses:
                 with self._printing, contextlib.suppress(OSError, ValueError):
                     sys.stdout.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
                     sys.stdout.flush()
+
+    @property
+    def pids(self) -> str:
+        """Process ids of the operating system, in the order of the processes."""
+        return " ".join(str(process.pid) for process in self._processes)
 
     def wait(self, grace_seconds: float) -> list[int | None]:
         """Waits for all processes; stops the others after one has failed.

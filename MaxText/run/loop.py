@@ -517,7 +517,8 @@ class Loop:
 
         Its metadata hold what a restart needs besides the state and the data position:
         `RollbackController` reads "rollbacks" and "evaluations", `open_run_logger` reads
-        "loss_trend", `train` "evaluation_is_due", and `Lineage` what it has added.
+        "loss_trend", `train` "evaluation_is_due", `scale_lines` "num_processes" and
+        "global_batch_size", and `Lineage` what it has added.
 
         Args:
           step: The step after which the state is saved.
@@ -525,6 +526,7 @@ class Loop:
         """
         run_logger = self.records.run_logger
         metric_logger = self.records.metric_logger
+        batch_schedule = self.schedule.batch_schedule
         self._is_saving = True
         self.supervision.watchdog.enter("checkpoint", step)
         metric_logger.complete()
@@ -537,6 +539,8 @@ class Loop:
                 "rollbacks": self.supervision.rollback.num_rollbacks,
                 "evaluations": self.records.checkpoints.health.evaluations,
                 "loss_trend": run_logger.trend.state,
+                "num_processes": jax.process_count(),
+                "global_batch_size": batch_schedule.batch_size(batch_schedule.at(step)),
             }
             position = self.data.train.get_state()
             with run_logger.events.timed("checkpoint", step=step):

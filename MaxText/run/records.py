@@ -141,6 +141,11 @@ def open_run_logger(
         "unigram_entropy_nats": baseline,
     }
     emit_start(events, restored, fields)
+    if events.lost["steps"]:
+        terminal.line(
+            f"Steps repeated: {events.lost['steps']}, which were done after the last checkpoint, "
+            f"from step {first_step} on"
+        )
     return RunLogger(
         events=events,
         terminal=terminal,

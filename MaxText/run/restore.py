@@ -25,6 +25,7 @@ from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.monitoring.run_record import read_run
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.state import TrainState
@@ -339,6 +340,39 @@ def final_step(batches: TrainIterator, steps: int) -> int:
     """Returns the last step of the run, by `steps` or by the data."""
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1
+
+
+def scale_lines(
+    restored: RestoreResult, batch_schedule: BatchSchedule, num_processes: int
+) -> list[str]:
+    """Returns what to say of a run that goes on with another number of processes or batch.
+
+    Args:
+      restored: Where it begins.
+      batch_schedule: The batch size of each step.
+      num_processes: Processes of the run now.
+    """
+    lines = []
+    stored_count = restored.progress.get("num_processes", num_processes)
+    if stored_count != num_processes:
+        lines.append(
+            f"Going on with {num_processes} processes: {stored_count} before, as the checkpoint of "
+            f"step {restored.stored_step} says"
+        )
+    if restored.stored_step is None or "global_batch_size" not in restored.progress:
+        return lines
+    stored_size = restored.progress["global_batch_size"]
+    batch_size = batch_schedule.batch_size(batch_schedule.at(restored.stored_step))
+    if batch_size == stored_size:
+        if lines:
+            lines[0] += f"; global batch unchanged: {batch_size} sequences"
+        return lines
+    lines.append(
+        f"WARNING: the global batch is now {batch_size} sequences, and was {stored_size} when the "
+        f"checkpoint was saved. To keep it on any number of devices, set global_batch_size="
+        f"{stored_size}."
+    )
+    return lines
 
 
 class EndOfRecord(NamedTuple):

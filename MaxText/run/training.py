@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from MaxText import exit_codes
 from MaxText.errors import storage_error_line
-from MaxText.runtime import processes, start_up
+from MaxText.runtime import peers, processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
@@ -80,6 +80,7 @@ def train(
     from MaxText.compilation import compilation_cache
     from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.hardware.peak_flops import peak_flops
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches, resolve_global_batch
     from MaxText.parallelism import mesh
 
     devices = start_up.find_devices(run.hardware)
@@ -87,10 +88,10 @@ def train(
     if process_index == 0:
         lock_run_folder(run_folder)
     watchdog = Watchdog(
-        run_folder,
         guard.heartbeat_timeout,
         process_index=process_index,
         process_count=jax.process_count(),
+        store=peers.coordinator_client(),
     ).start()
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
@@ -99,6 +100,7 @@ def train(
     config = choose_layout_for_devices(config, devices, layout_lines.append)
     start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    config = resolve_global_batch(config, sharding, layout_lines.append)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
     _print_lines(layout_lines)
@@ -135,7 +137,6 @@ def train(
     from MaxText.compilation.saved_step import saved_steps
     from MaxText.cost.device_memory import check_memory_lower_bound
     from MaxText.evaluation.validation import make_eval_step, with_frozen
-    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.layers.batch import batch_shapes
     from MaxText.training.model_objective import frozen_lines, read_frozen_params
 
@@ -194,6 +195,7 @@ def train(
         end_of_record,
         restore_data_position,
         restore_or_initialize,
+        scale_lines,
     )
 
     restored = restore_or_initialize(
@@ -206,6 +208,7 @@ def train(
         config_flat=config_flat,
         resolved=growth,
     )
+    _print_lines(scale_lines(restored, batch_schedule, jax.process_count()))
     last_step = restore_data_position(restored, train_batches, run.steps)
     evaluation_is_due = bool(restored.progress.get("evaluation_is_due"))
     if restored.first_step > last_step and not evaluation_is_due:
@@ -341,6 +344,7 @@ def _run_to_the_end(
         stack.callback(training.data.train.close)
         stack.callback(run_logger.close)
         stack.callback(processes.shutdown)
+        stack.callback(watchdog.leave)
         stack.callback(checkpoints.close)
         end = stack.enter_context(
             loop.recorded_end(run_logger, training.records.metric_logger, watchdog)

@@ -100,9 +100,11 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
             "  What to do: check the end of its log, then rerun the command to resume from the "
             "newest checkpoint.\n"
         )
-        exit_now(exit_codes.STALLED)
-    _print_error(error)
-    exit_now(_code_of(error))
+    else:
+        _print_error(error)
+    if watchdog is not None and isinstance(error, Exception):
+        watchdog.let_peers_report()
+    exit_now(exit_codes.STALLED if peer_died else _code_of(error))
 
 
 def _print_error(error: BaseException) -> None:

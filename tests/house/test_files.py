@@ -146,6 +146,19 @@ def test_imports_inside_functions_are_listed(told):
     )
 
 
+# Modules that import what jax does not offer publicly: the coordinator's key-value store.
+USERS_OF_PRIVATE_JAX = ["MaxText/runtime/peers.py"]
+
+
+def test_private_modules_of_jax_are_imported_in_listed_places():
+    users = [
+        shown(path)
+        for path in python_files("MaxText")
+        if any("_src" in module.split(".") for module in imported_modules(path))
+    ]
+    assert users == USERS_OF_PRIVATE_JAX
+
+
 def test_nothing_is_left_for_later():
     # An issue has an owner and a state; a mark in the text has neither.
     marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")

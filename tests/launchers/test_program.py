@@ -132,3 +132,27 @@ def test_a_run(launch, tmp_path, monkeypatch):
     for shown in ((tmp_path / "logs" / "0.log").read_text(), output):
         assert "ici_fsdp_parallelism=3" in shown
         assert "there are 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (("--min-processes=2",), ("global_batch_size=12",)),
+        (("--min-processes=2", "--supervise"), ()),
+        (("--min-processes=4", "--supervise"), ("global_batch_size=12",)),
+        (("--min-processes=3", "--supervise"), ("global_batch_size=4",)),
+    ],
+    ids=["not supervised", "no batch", "not fewer", "none divides"],
+)
+def test_process_counts_that_cannot_be(options, keys, launch, told):
+    code, output, errors = launch("local", "4", *options, *RUN, *keys)
+    assert code == 2
+    told(output + errors)
+
+
+def test_process_counts_that_a_run_can_go_on_with(launch):
+    options = ("--supervise", "--min-processes=2")
+    keys = ("global_batch_size=4", "base_num_decoder_layers=1")
+    code, output, errors = launch("local", "4", *options, *RUN, *keys)
+    assert (code, errors) == (0, "")
+    assert "launch: 3 of 4 processes could not go on: global_batch_size=4 does not fit 3" in output

@@ -11,6 +11,7 @@ from MaxText.launchers.supervision import (
     LocalOptions,
     combined_exit_code,
     is_restartable,
+    lost_processes,
     process_env,
 )
 from tests.programs import ended, started, wait_for
@@ -21,6 +22,7 @@ WORKER = """
     printf x >> "$folder/starts.$rank"
     attempt=$(($(wc -c < "$folder/starts.$rank") - 1))
     echo "attempt $attempt port $JAX_COORDINATOR_ADDRESS"
+    echo "$JAX_NUM_PROCESSES" >> "$folder/counts"
     mine=()
     for end in "$@"; do
         case $end in $rank:*) mine+=("${end#*:}") ;; *:*) ;; *) mine+=("$end") ;; esac
@@ -44,7 +46,7 @@ WORKER = """
 def run(tmp_path):
     lines = []
 
-    def run(*ends, number=2, max_restarts=3, grace=0.3):
+    def run(*ends, number=2, max_restarts=3, grace=0.3, smaller_counts=()):
         command = ["bash", "-c", WORKER, str(tmp_path), *ends]
         options = LocalOptions(
             supervise=True,
@@ -54,7 +56,9 @@ def run(tmp_path):
             log_dir=str(tmp_path / "logs"),
         )
         folder = str(tmp_path / "run")
-        return supervision.supervise(command, number, options, folder, lines.append)
+        return supervision.supervise(
+            command, number, options, folder, lines.append, smaller_counts=smaller_counts
+        )
 
     run.starts = lambda rank: len((tmp_path / f"starts.{rank}").read_text())
     run.log = lambda rank: (tmp_path / "logs" / f"{rank}.log").read_text()
@@ -84,8 +88,9 @@ def test_all_are_started_again_on_another_port(run, capsys):
     assert run("0:0", "1:-9", "1:75", "1:0") == 0
     assert (run.starts(0), run.starts(1)) == (3, 3)
     assert len({line.split()[-1] for line in run.log(1).splitlines()}) > 1
-    assert "SIGKILL" in run.lines[0]
-    assert "75" in run.lines[1]
+    told = [line for line in run.lines if "Restarting" in line]
+    assert "SIGKILL" in told[0]
+    assert "75" in told[1]
     shown = capsys.readouterr().out
     assert "[0] attempt 0" in shown
     assert "[1] attempt 0" in shown
@@ -106,6 +111,44 @@ def test_all_are_started_again_on_another_port(run, capsys):
 def test_restarts(run, ends, number, max_restarts, code, starts):
     assert run(*ends, number=number, max_restarts=max_restarts) == code
     assert run.starts(0) == starts
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([76, -9, 76], [1]),
+        ([-6, -9, -6], [1]),  # the coordinator was killed, and jax aborted the others
+        ([-9, -6, 76], [0]),
+        ([76, None, 76], [1]),  # frozen, and stopped in the end
+        ([None, -9, None], [1]),
+        ([76, 75, 76], []),
+        ([-9, -9, -9], []),  # none is left
+    ],
+)
+def test_processes_to_blame(codes, expected):
+    assert lost_processes(codes) == expected
+
+
+def test_a_run_goes_on_with_fewer_processes_of_the_same_batch(run, tmp_path):
+    # Of four the second is killed; three are left, and only two divide the batch.
+    ends = ("1:-9", "1:0", "0:wait", "0:0", "2:wait", "3:wait")
+    assert run(*ends, number=4, smaller_counts=[2]) == 0
+    (told,) = (line for line in run.lines if "Lost" in line)
+    assert "killed by SIGKILL. Lost process 1 of 4. Going on with 2 processes and the same" in told
+    assert "(3 do not divide it)" in told
+    counts = (tmp_path / "counts").read_text().split()
+    assert sorted(counts) == ["2"] * 2 + ["4"] * 4
+
+
+def test_a_run_with_too_few_processes_left_waits_for_the_lost_ones(run, tmp_path):
+    # The second of three is killed, and then the first of the two that are left.
+    ends = ("1:-9", "1:wait", "1:0", "0:wait", "0:-9", "0:0", "2:wait", "2:0")
+    assert run(*ends, number=3, smaller_counts=[2]) == 0
+    told = [line for line in run.lines if "Lost" in line]
+    assert "Going on with 2 processes" in told[0]
+    assert "waiting for the lost ones. Restarting all 3" in told[1]
+    counts = (tmp_path / "counts").read_text().split()
+    assert sorted(counts) == ["2"] * 2 + ["3"] * 6
 
 
 def test_a_killed_process_is_not_waited_for(run, monkeypatch):
@@ -157,3 +200,6 @@ def test_the_environment_of_a_process():
         "JAX_LOCAL_DEVICE_IDS": "4,5,6,7",
         "MAXTEXT_NUM_DEVICES": "8",
     }
+    # A lost process takes its GPUs with it.
+    assert process_env({}, 2, 1, 5, 4, slot=3)["JAX_LOCAL_DEVICE_IDS"] == "12,13,14,15"
+    assert process_env({}, 1, 0, 5, 1, slot=3)["JAX_CUDA_VISIBLE_DEVICES"] == "3"

@@ -20,6 +20,7 @@ from MaxText.runtime.watchdog import Watchdog
 from MaxText.storage.run_folder import create_run_folder
 from tests.checkpointing.small_state import fresh_state, update
 from tests.input_pipeline.small_data import data_keys, open_train, random_documents, write_data_set
+from tests.runtime.coordinator import Coordinator
 
 CHIPS_PER_HOST, HOSTS_PER_SLICE = 4, 50
 _requests: list[str] | None = None
@@ -58,7 +59,7 @@ def requests_of(folder, index: int, count: int, monkeypatch) -> int:
     ]
     _requests = []
     run_folder = create_run_folder(str(folder / "run"))
-    with contextlib.closing(Watchdog(run_folder, 600, index, count).start()):
+    with contextlib.closing(Watchdog(600, index, count, store=Coordinator()).start()):
         checkpoints = CheckpointManager(run_folder / "checkpoints", CheckpointingConfig())
         assert [checkpoints.stored(step).metadata.values for step in checkpoints.steps_to_resume()]
         peak_flops(mock.Mock(device_kind="TPU v5"))

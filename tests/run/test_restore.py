@@ -10,7 +10,8 @@ from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
-from MaxText.run.restore import RestoreResult
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.run.restore import RestoreResult, scale_lines
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import (
     CONFIG,
@@ -147,3 +148,31 @@ def test_only_the_training_itself_goes_on_with_recorded_progress(how):
         state=None, first_step=0, position=None, source="", how=how, metadata=recorded
     )
     assert restored.progress == (recorded if how in ("resume", "full_state") else {})
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "batch_size", "expected"),
+    [
+        (4, 12, ""),
+        (3, 12, "Going on with 3 processes: 4 before, as the checkpoint of step 7 says; global"),
+        (4, 9, "WARNING: the global batch is now 9 sequences, and was 12 when"),
+    ],
+    ids=["as before", "fewer processes", "another batch"],
+)
+def test_another_number_of_processes_or_batch_is_told(num_processes, batch_size, expected):
+    recorded = {"num_processes": 4, "global_batch_size": 12}
+    restored = RestoreResult(
+        state=None,
+        first_step=8,
+        position=None,
+        source="",
+        how="resume",
+        metadata=recorded,
+        stored_step=7,
+    )
+    schedule = BatchSchedule.constant(batch_size, 32)
+    lines = scale_lines(restored, schedule, num_processes)
+    assert len(lines) == bool(expected)
+    assert "".join(lines).startswith(expected)
+    # A run that only takes parameters has a batch of its own.
+    assert scale_lines(restored._replace(how="parameters"), schedule, num_processes) == []

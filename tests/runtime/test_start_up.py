@@ -186,17 +186,19 @@ FAIL = """
     from MaxText.errors import UserError
     from MaxText.runtime import processes
     from MaxText.runtime.watchdog import Watchdog
+    from tests.runtime.coordinator import Coordinator
 
     processes.mark_initialized(2)
     sys.stdout.reconfigure(line_buffering=True)  # as programs do
     threading.Thread(target=time.sleep, args=(60,)).start()  # an interpreter's end waits for it
-    time.sleep = lambda seconds: print("waited", flush=True)
+    sleep = time.sleep
+    time.sleep = lambda seconds: print("waited", flush=True) or sleep(seconds)
     print("printed")
     try:
-        with_file = Watchdog(sys.argv[2], 1.0, 0, 2).start()
+        watchdog = Watchdog(1.0, 1, 2, store=Coordinator()).start()
         exec(sys.argv[1])
     except BaseException as error:
-        processes.fail(error, with_file)
+        processes.fail(error, watchdog)
 """
 
 
@@ -207,12 +209,12 @@ FAIL = """
         ("raise KeyError('a bug')", 1, "Traceback"),
         ("raise KeyboardInterrupt", 130, ""),
         ("sys.exit(5)", 5, ""),
-        ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  no status file"),
+        ("raise RuntimeError('Gloo all-reduce failed')", 76, "0  no status"),
     ],
     ids=["mistake", "bug", "Ctrl-C", "exit", "peer"],
 )
-def test_codes_and_what_is_said(statement, code, said, tmp_path):
-    with started(FAIL, statement, str(tmp_path)) as process:
+def test_codes_and_what_is_said(statement, code, said):
+    with started(FAIL, statement) as process:
         ended_with, output = ended(process)
     assert ended_with == code, output
     assert output.startswith("printed\n")

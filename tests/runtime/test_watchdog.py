@@ -1,52 +1,43 @@
 """A process without progress ends, and says which process the others wait for."""
 
-import json
 import os
+import socket
 import threading
 import time
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from etils import epath
 
 from MaxText import exit_codes
 from MaxText.runtime import watchdog as module
-from MaxText.runtime.watchdog import Watchdog, describe, peer_in_long_phase
+from MaxText.runtime.peers import StatusBoard
+from MaxText.runtime.watchdog import Watchdog
 from tests.programs import ended, started
+from tests.runtime.coordinator import Coordinator
 
 STUCK_IN_DATA = """
-    import sys, time
+    import time
     from MaxText.runtime.watchdog import Watchdog
+    from tests.runtime.coordinator import Coordinator
 
     def a_read_that_hangs():
         time.sleep(60)
 
-    Watchdog(sys.argv[1], 0.1, 0, 2).start().enter("data", 7)
+    Watchdog(0.1, 1, 2, store=Coordinator()).start().enter("data", 7)
     a_read_that_hangs()
 """
 
 
-def row(process, step, phase, since=90.0, written=100.0, state="running"):
-    return {
-        "process": process,
-        "host": f"host{process}",
-        "pid": 1,
-        "state": state,
-        "phase": phase,
-        "step": step,
-        "since": since,
-        "written": written,
-    }
+def row_of(store, process):
+    return StatusBoard(store, 2).row(process)
 
 
-def left_by(folder, process=0):
-    return json.loads((folder / "processes" / f"{process}.json").read_text())
-
-
-def phase_of(folder, process):
-    there = (folder / "processes" / f"{process}.json").exists()
-    return left_by(folder, process)["phase"] if there else None
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class Clock:
@@ -58,6 +49,9 @@ class Clock:
 
     def time(self):
         return self.now
+
+    def sleep(self, seconds):
+        pass
 
     def monotonic(self):
         thread = threading.current_thread()
@@ -92,52 +86,29 @@ def exits(monkeypatch):
     return codes
 
 
-def watching(*arguments):
-    """A watchdog that stops watching once it has said that there is no progress."""
-    watchdog = Watchdog(*arguments, say=lambda line: watchdog.close("stuck"))
+def watching(*arguments, told=None, **options):
+    """A watchdog that stops watching once it has said why it ends."""
+
+    def say(text):
+        if told is not None:
+            told.append(text)
+        watchdog.close()
+
+    watchdog = Watchdog(*arguments, say=say, **options)
     return closing(watchdog.start())
 
 
-@pytest.mark.parametrize(
-    ("rows", "slowest"),
-    [
-        ([row(0, 12, "step"), row(1, 11, "step"), row(2, 12, "step")], 1),
-        ([row(0, 12, "step", since=1.0), row(1, 12, "data")], 1),
-        ([row(0, 12, "checkpoint", since=50.0), row(1, 12, "checkpoint", since=40.0)], 1),
-        ([row(0, 12, "data"), row(1, 13, "step", written=70.0)], 1),
-        ([row(0, 12, "data"), row(1, 13, "step", state="failed: ValueError")], 1),
-        ([row(0, 12, "step", state="stuck"), row(1, 12, "data", state="stuck")], 1),
-        ([row(0, 12, "step"), {"process": 1}], 1),
-        ([row(0, None, "startup"), row(1, 0, "step")], 0),
-    ],
-    ids=["step", "not collective", "longest", "silent", "failed", "stuck", "no file", "start"],
-)
-def test_the_slowest_process_is_named(rows, slowest):
-    last = describe(rows, silent_seconds=10.0).splitlines()[-1]
-    assert last.strip().startswith(f"slowest: process {slowest},")
-
-
-def test_the_table_shows_every_process(told):
-    rows = [row(0, 12, "step"), row(1, 12, "data", written=70.0), {"process": 2}]
-    table = describe(rows, 10.0)
-    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["0", "1", "2"]
-    told(table)
-    many = [row(process, 7, "step") for process in range(1000)]
-    assert len(describe(many, 10.0).splitlines()) < 40
-
-
-def test_a_process_without_progress_ends_with_stacks(tmp_path):
-    with started(STUCK_IN_DATA, str(tmp_path)) as process:
+def test_a_process_without_progress_ends_with_stacks():
+    with started(STUCK_IN_DATA) as process:
         code, output = ended(process)
     assert code == exit_codes.STALLED
-    for words in ("process 0 of 2", "data of step 7 (heartbeat_timeout=0.1)", "a_read_that_hangs"):
+    for words in ("process 1 of 2", "data of step 7 (heartbeat_timeout=0.1)", "a_read_that_hangs"):
         assert words in output  # the last in its stack
-    assert left_by(tmp_path).items() >= {"state": "stuck", "phase": "data", "step": 7}.items()
 
 
 @pytest.mark.parametrize(("phase", "longest"), [("data", 0.2), ("compile", 1.2)])
 def test_a_phase_ends_in_time(phase, longest, clock, exits):
-    with watching(None, 0.2) as watchdog:
+    with watching(0.2) as watchdog:
         for _ in range(3):
             watchdog.enter(phase, 3)  # the same again, one batch after another
             clock.advance(0.9 * longest, steps=4)
@@ -146,38 +117,25 @@ def test_a_phase_ends_in_time(phase, longest, clock, exits):
     assert exits == [exit_codes.STALLED]
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([row(0, 12, "step"), row(1, 11, "compile")], True),
-        ([row(0, 12, "step"), row(1, 11, "step")], False),
-        ([row(0, 12, "compile"), row(1, 11, "step")], False),  # it asks itself
-        ([row(0, 12, "step"), row(1, 11, "compile", written=70.0)], False),
-        ([row(0, 12, "step"), row(1, 11, "compile", state="failed: ValueError")], False),
-        ([row(0, 12, "step"), {"process": 1}], False),
-        ([], False),
-    ],
-    ids=["compiles", "steps", "itself", "silent", "failed", "no file", "unreadable"],
-)
-def test_another_takes_long(rows, expected):
-    assert peer_in_long_phase(rows, 0, silent_seconds=10.0) is expected
-
-
-def test_a_step_waits_for_a_process_that_compiles(tmp_path, clock, exits):
-    with watching(tmp_path, 0.2, 1, 2) as other, watching(tmp_path, 0.2, 0, 2) as own:
+def test_a_step_waits_for_a_process_that_compiles(clock, exits):
+    store = Coordinator()
+    with watching(0.2, 1, 2, store=store) as other, watching(0.2, 0, 2, store=store) as own:
         own.enter("step", 7)
         for phase, seconds in (("compile", 0.8), ("step", 0.1)):
             assert exits == []
             other.enter(phase, 7)
             for number, name in ((0, "step"), (1, phase)):
-                while phase_of(tmp_path, number) != name:
+                while row_of(store, number).get("phase") != name:
                     time.sleep(0.001)
-            clock.advance(seconds, steps=round(seconds / 0.1), watchdogs=2)
-    assert exits == [exit_codes.STALLED]
+            for _ in range(round(seconds / 0.1)):
+                time.sleep(0.05)  # real time, in which both publish
+                clock.advance(0.1, watchdogs=4)
+    assert exits
+    assert set(exits) == {exit_codes.STALLED}
 
 
 def test_time_in_which_it_was_stopped_does_not_count(clock, exits):
-    with watching(None, 1.5) as watchdog:
+    with watching(1.5) as watchdog:
         watchdog.enter("step", 1)
         clock.advance(0.1)
         clock.advance(600.0)  # Ctrl-Z: no thread looks at the clock meanwhile
@@ -186,44 +144,61 @@ def test_time_in_which_it_was_stopped_does_not_count(clock, exits):
     assert exits == [exit_codes.STALLED]
 
 
-def test_files_are_read_at_once_and_those_that_hang_are_skipped(tmp_path, monkeypatch):
-    folder = tmp_path / "processes"
-    folder.mkdir()
-    for process in range(40):
-        (folder / f"{process}.json").write_text(json.dumps(row(process, 7, "step")))
-    read, hangs = type(epath.Path(folder)).read_text, threading.Event()
-    others = threading.Barrier(40)
-
-    def slow(path, **options):
-        if path.name == "5.json":
-            hangs.wait(60)
-        else:
-            others.wait(60)  # for all to be read at the same time
-        return read(path, **options)
-
-    monkeypatch.setattr(type(epath.Path(folder)), "read_text", slow)
-    table = Watchdog(tmp_path, 600.0, 0, 41, read_seconds=0.3).describe_all()
-    hangs.set()
-    assert "40  no status file" in table
-    assert "slowest: process 40" in table
-    assert f"  {5:>7}  " not in table
+def test_a_failed_peer_ends_this_process_and_is_named(exits):
+    store = Coordinator()
+    told = []
+    with watching(5.0, 0, 2, store=store, told=told):
+        with closing(Watchdog(5.0, 1, 2, store=store).start()) as other:
+            other.enter("data", 7)
+            other.fail(ValueError("no"))
+        wait_until(lambda: exits)
+    assert exits == [exit_codes.STALLED]
+    assert f"lost process 1 of 2 on {socket.gethostname()} (failed: ValueError)" in told[0]
+    assert "last seen in data of step 7, since " in told[0]
+    assert "slowest: process 1" in told[0]
 
 
-def test_an_exception_is_left_for_the_others(tmp_path):
-    with closing(Watchdog(tmp_path, 0, 0, 2).start()) as watchdog:
-        watchdog.fail(ValueError("no"))
-        assert left_by(tmp_path)["state"] == "failed: ValueError"
-    with closing(Watchdog(tmp_path, 5.0, 0, 2).start()) as watchdog:
+def test_the_failure_of_the_first_process_ends_the_others(exits):
+    store = Coordinator()
+    told = []
+    first = Watchdog(5.0, 0, 2, store=store).start()
+    with watching(5.0, 1, 2, store=store, told=told), closing(first):
+        first.fail(ValueError("no"))
+        wait_until(lambda: exits)
+    assert "lost process 0 of 2" in told[0]
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["gone", "frozen"])
+def test_a_coordinator_without_an_answer_ends_this_process(hangs, exits):
+    store = Coordinator()
+    told = []
+    StatusBoard(store, 2).publish(
+        {"process": 0, "host": "first", "phase": "step", "step": 7, "since": 0.0, "written": 0.0}
+    )
+    watchdog = Watchdog(1.0, 1, 2, store=store, say=told.append, read_seconds=0.1).start()
+    with closing(watchdog):
+        wait_until(lambda: row_of(store, 1).get("phase"))
+        store.answers.clear() if hangs else setattr(store, "is_gone", True)
+        while not exits:
+            watchdog.enter("data", 8)  # it makes progress itself
+            time.sleep(0.01)
+        store.answers.set()
+    assert set(exits) == {exit_codes.STALLED}
+    assert "lost process 0 of 2 on first (its coordinator has not answered" in told[0]
+    assert "last seen in step 7, since 00:00:00 UTC" in told[0]
+
+
+def test_what_others_see_of_an_end():
+    store = Coordinator()
+    with closing(Watchdog(5.0, 1, 2, store=store).start()) as watchdog:
         watchdog.enter("evaluation", 3)
-    expected = {"process": 0, "phase": "evaluation", "state": "ended"}
-    assert left_by(tmp_path).items() >= expected.items()
+        watchdog.leave()
+        assert row_of(store, 1).items() >= {"phase": "evaluation", "state": "ended"}.items()
+    with closing(Watchdog(0, 0, 2, store=store).start()) as watchdog:
+        watchdog.fail(ValueError("no"))
+        assert row_of(store, 0)["state"] == "failed: ValueError"
 
 
-def test_what_is_not_written_delays_no_process(tmp_path):
-    with closing(Watchdog(tmp_path, 5.0).start()) as watchdog:  # of a run of one process
+def test_a_run_of_one_process_has_no_table():
+    with closing(Watchdog(5.0, store=Coordinator()).start()) as watchdog:
         assert watchdog.describe_all() == ""
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").write_text("")
-    with closing(Watchdog(tmp_path / "file", 5.0, 0, 2).start()) as watchdog:
-        watchdog.enter("step", 1)
-        assert "1  no status file" in watchdog.describe_all()

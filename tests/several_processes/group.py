@@ -83,8 +83,8 @@ class Launcher:
         self._started.append(process)
         return process, path
 
-    def run(self, number: int, *arguments: str, code: int = 0) -> str:
-        return ended(*self.start(number, *arguments), code)
+    def run(self, number: int, *arguments: str, code: int = 0, options: Sequence[str] = ()) -> str:
+        return ended(*self.start(number, *arguments, options=options), code)
 
     def end(self) -> None:
         """Ends runs that still go on, with all their processes."""

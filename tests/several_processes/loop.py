@@ -1,25 +1,23 @@
 """A training loop as train.py has it, with an update that costs nothing. Run by test_ends.py.
 
-Arguments: folder, heartbeat_timeout, then process:step:what for what goes wrong, where `what` is
-raise, hang, kill or freeze.
+Arguments: heartbeat_timeout, then process:step:what for what goes wrong, where `what` is raise,
+hang, kill or freeze.
 """
 
-import json
 import os
 import signal
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 from MaxText import exit_codes
-from MaxText.runtime import processes, start_up
+from MaxText.runtime import peers, processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 
-def go_wrong(what: str, status: Path, step: int) -> None:
-    while json.loads(status.read_text())["step"] != step:  # it says where
+def go_wrong(what: str, board: peers.StatusBoard, process: int, step: int) -> None:
+    while board.row(process)["step"] != step:  # it says where
         time.sleep(0.01)
     if what == "raise":
         raise ValueError("a bug")
@@ -29,7 +27,7 @@ def go_wrong(what: str, status: Path, step: int) -> None:
 
 
 def main() -> int:
-    folder, timeout, *wrong = sys.argv[1:]
+    timeout, *wrong = sys.argv[1:]
     stop = PreemptionHandler.install()
     for line in start_up.initialize_distributed("cpu", float(timeout)):
         print(line, flush=True)
@@ -41,11 +39,15 @@ def main() -> int:
     print("devices", len(devices))
     start_up.assert_same_config({"run_name": "loop", "dataset_path": str(os.getpid())})
     us = jax.process_index()
+    store = peers.coordinator_client()
+    assert store is not None
+    board = peers.StatusBoard(store, jax.process_count())
     sharding = jax.sharding.NamedSharding(
         jax.sharding.Mesh(np.array(devices), ("data",)), jax.sharding.PartitionSpec("data")
     )
     update = jax.jit(lambda x: x.sum())
-    with closing(Watchdog(folder, float(timeout), us, jax.process_count()).start()) as watchdog:
+    watching = Watchdog(float(timeout), us, jax.process_count(), store=store).start()
+    with closing(watching) as watchdog:
         try:
             watchdog.enter("compile")
             multihost_utils.sync_global_devices("compiled")
@@ -54,7 +56,7 @@ def main() -> int:
                 for fault in wrong:
                     process, at, what = fault.split(":")
                     if (us, step) == (int(process), int(at)):
-                        go_wrong(what, Path(folder, "processes", f"{us}.json"), step)
+                        go_wrong(what, board, us, step)
                 mine = np.ones(jax.local_device_count(), np.float32)
                 batch = jax.make_array_from_process_local_data(sharding, mine)
                 watchdog.enter("step", step)
@@ -69,6 +71,7 @@ def main() -> int:
         except BaseException as error:
             processes.fail(error, watchdog)
             raise
+        watchdog.leave()
         processes.shutdown()
     if us == 0:
         time.sleep(1)  # a tracker that takes its time

@@ -1,6 +1,7 @@
 """How two processes of a run end: together, asked to, or when one of them is gone or stuck."""
 
 import signal
+import socket
 
 import pytest
 
@@ -13,7 +14,7 @@ LOOP = ("-m", "tests.several_processes.loop")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["nodes", "slurm"])
 def test_a_run_that_goes_well_waits_for_no_tracker(launcher, tmp_path):
-    with started([*LOOP, str(tmp_path), "100"], tmp_path, launcher=launcher) as group:
+    with started([*LOOP, "100"], tmp_path, launcher=launcher) as group:
         assert group.codes() == [0, 0]
         assert "process 1 of 2" in group.output(1)
         assert "step 100: 2" in group.output(0)
@@ -23,7 +24,7 @@ def test_a_run_that_goes_well_waits_for_no_tracker(launcher, tmp_path):
     "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
 )
 def test_a_notice_to_one_stops_all_after_the_same_update(number, tmp_path):
-    with started([*LOOP, str(tmp_path), "60"], tmp_path) as group:
+    with started([*LOOP, "60"], tmp_path) as group:
         group.wait_for(1, "step 3:")
         group.processes[1].send_signal(number)
         assert group.codes() == [exit_codes.PREEMPTED] * 2
@@ -42,7 +43,7 @@ def test_a_notice_to_one_stops_all_after_the_same_update(number, tmp_path):
     ],
 )
 def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
-    with started([*LOOP, str(tmp_path), "5", f"1:5:{what}"], tmp_path) as group:
+    with started([*LOOP, "5", f"1:5:{what}"], tmp_path) as group:
         assert group.processes[0].wait(LONGEST_SECONDS) == exit_codes.STALLED
         if what == "freeze":
             group.processes[1].kill()
@@ -52,6 +53,27 @@ def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
     assert told in survivor
     assert ("ValueError: " in other) == (what == "raise")
     assert ("in go_wrong" in other) == (what in ("raise", "hang"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("raise", 1, "lost process 0 of 2 on {host} (failed: ValueError), last seen in data of"),
+        ("freeze", -signal.SIGKILL, "lost process 0 of 2 on {host} (its coordinator has not"),
+        # jax itself aborts at once: what its coordinator was can no longer be asked.
+        ("kill", -signal.SIGKILL, "leader task was preempted/died"),
+    ],
+)
+def test_the_coordinator_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
+    with started([*LOOP, "5", f"0:5:{what}"], tmp_path) as group:
+        expected = -signal.SIGABRT if what == "kill" else exit_codes.STALLED
+        assert group.processes[1].wait(LONGEST_SECONDS) == expected
+        if what == "freeze":
+            group.processes[0].kill()
+        assert group.codes()[0] == code
+        assert told.format(host=socket.gethostname()) in group.output(1)
+        assert what == "kill" or "), last seen in " in group.output(1)
 
 
 AGREEING = """

@@ -1,6 +1,5 @@
 """train.py as several processes of this machine: the run of one, through signals and deaths."""
 
-import json
 import os
 import signal
 
@@ -83,8 +82,9 @@ def events(folder, kind):
     return [row for row in rows((folder / "events.jsonl").read_text()) if row["event"] == kind]
 
 
-def pid_of(folder, process):
-    return json.loads((folder / "processes" / f"{process}.json").read_text())["pid"]
+def pid_of(output, process):
+    (line,) = (line for line in output.read_text().splitlines() if "process ids" in line)
+    return int(line.split(": ")[-1].split()[process])
 
 
 def test_two_processes_prepare_their_text_once(launcher, start):
@@ -99,7 +99,7 @@ def test_a_notice_to_one_of_four_saves_all_and_two_go_on_one_of_which_dies(whole
     folder = whole.parent / "disturbed"
     process, path = start(4, "disturbed")
     wait_until(has_done(path, 7), process, path)
-    os.kill(pid_of(folder, 2), signal.SIGTERM)
+    os.kill(pid_of(path, 2), signal.SIGTERM)
     ended(process, path, exit_codes.PREEMPTED)
     assert events(folder, "stop")[-1]["reason"] == "preempted"
 
@@ -107,7 +107,7 @@ def test_a_notice_to_one_of_four_saves_all_and_two_go_on_one_of_which_dies(whole
     keys = ["dcn_data_parallelism=1", "dcn_context_parallelism=2", "context_parallel_strategy=ring"]
     process, path = start(2, "disturbed", *keys, options=["--supervise", "--grace-period=5"])
     wait_until(has_done(path, 30), process, path)
-    os.kill(pid_of(folder, 1), signal.SIGKILL)
+    os.kill(pid_of(path, 1), signal.SIGKILL)
     output = ended(process, path)
     assert "mesh: fsdp 2, context 2" in output
     assert "Restarting all 2 processes" in output

@@ -172,6 +172,10 @@ def _load_baseline(args: ArenaArgs) -> LoadedConfig:
     if config.evaluation.target_eval_loss:
         message = "target_eval_loss: runs of a session have the same cost, and end at it"
         issues.append(ConfigIssue(message, ("baseline",), (("write", "target_eval_loss=0"),)))
+    if config.batch.global_batch_size:
+        message = "global_batch_size: the cost of a step is counted from the batch of a device"
+        write = "global_batch_size=0, with per_device_batch_size and gradient_accumulation_steps"
+        issues.append(ConfigIssue(message, ("baseline",), (("write", write),)))
     if config.data.dataset_type == "synthetic":
         message = "dataset_type=synthetic: random tokens have no validation text"
         issues.append(ConfigIssue(message, ("baseline",)))

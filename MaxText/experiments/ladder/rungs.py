@@ -120,6 +120,10 @@ def plan_rungs(
         message = f"transfer=scaled has no rule for opt_type={', '.join(sorted(unknown))}"
         fact = ("write", "transfer=none lr_sweep=2")
         issues = [*issues, ConfigIssue(message, ("command line",), (fact,))]
+    if any(stage.batch.global_batch_size for variant in variants for stage in variant.stages):
+        message = "global_batch_size: a ladder chooses the batch size of each rung"
+        fact = ("write", "global_batch_size=0, and per_device_batch_size")
+        issues = [*issues, ConfigIssue(message, ("configurations",), (fact,))]
     if issues:
         return [], issues
     rungs = []
