@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.runtime import processes
+from MaxText.runtime import peers, processes
 from MaxText.storage.file_access import is_url, local_path
 
 _MAX_WAIT_HOURS = 24.0
@@ -68,10 +67,10 @@ class _Block:
 
     def __init__(self, task: str, folder: str):
         """Finds the first process that sees the folder. Collective."""
-        from jax._src import distributed  # the coordinator's client has no public name
-
-        self._client: Any = distributed.global_state.client
-        self._process: int = distributed.global_state.process_id
+        client = peers.coordinator_client()
+        assert client is not None, "several processes have a coordinator"
+        self._client = client
+        self._process = peers.coordinator_process()
         self._task = task
         self._prefix = f"maxtext/first_process/{next(_block_numbers)}"
         self._first = 0

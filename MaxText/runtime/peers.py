@@ -50,6 +50,15 @@ class KeyValueStore(Protocol):
         """Returns the keys and values under a prefix."""
         ...
 
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Waits for a value and returns it; raises an error with DEADLINE_EXCEEDED."""
+        ...
+
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: list[int] | None = None
+    ) -> None:
+        """Waits until all processes, or those of `process_ids`, have come to a barrier."""
+
 
 def coordinator_client() -> KeyValueStore | None:
     """Returns the client of jax.distributed's coordinator; None for a single process."""
@@ -57,6 +66,13 @@ def coordinator_client() -> KeyValueStore | None:
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+def coordinator_process() -> int:
+    """Returns the index of this process; unlike jax.process_index, it initializes no device."""
+    from jax._src.distributed import global_state
+
+    return global_state.process_id
 
 
 class StatusBoard:
