@@ -79,7 +79,8 @@ if [ -z "$python" ]; then
   named=${PYTHON:-python3}
   found=$(python_version "$named") || found='does not run'
   refuse "needs Python 3.11 or newer; $named: $found" \
-    'name another one: PYTHON=python3.12 bash setup.sh'
+    'install one (sudo apt-get install python3.12 python3.12-venv, or uv python install 3.13)' \
+    'and name it: PYTHON=python3.12 bash setup.sh'
 fi
 version=$(python_version "$python")
 

@@ -73,12 +73,18 @@ def storage_failure(error: BaseException) -> str | None:
 
 def storage_error_line(failure: str) -> str:
     """Returns the message for users about what `storage_failure` returned."""
-    return (
-        f"error: storage failed at {failure}. Free space or fix the folder, then run the same "
-        "command again."
-    )
+    remedy = "Free space or fix the folder"
+    if _NO_RIGHT.search(failure):
+        remedy = (
+            "Ask the owner of the bucket for that right (the role roles/storage.objectUser has all "
+            "that a run needs), or log in with an account that has it: gcloud auth "
+            "application-default login"
+        )
+    return f"error: storage failed at {failure}. {remedy}, then run the same command again."
 
 
+# What a bucket answers an account without a right, or without any account.
+_NO_RIGHT = re.compile(r"forbidden: gs://|anonymous caller|default credentials", re.IGNORECASE)
 # Error numbers in messages of TensorStore and of Rust libraries.
 _OS_ERROR = re.compile(r"\[OS error \d+|\(os error \d+\)")
 # OSErrors of sockets, pipes and processes.

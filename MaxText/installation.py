@@ -42,15 +42,16 @@ def problem():
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         reason = f"needs Python {oldest} or newer"
+        remedy = "Run bash setup.sh in the clone, which finds a newer one; use .venv/bin/python."
     else:
         missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
         if not missing:
             return ""
         named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         reason = f"is not installed in this Python: {named} missing"
+        remedy = "Run bash setup.sh in the clone and use .venv/bin/python, or pip install it here."
     clone = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     prepared = os.path.join(clone, ".venv", "bin", "python")
-    remedy = "Run bash setup.sh in the clone and use .venv/bin/python, or pip install it here."
     if os.path.exists(prepared) and prepared != sys.executable:
         remedy = f"Use {prepared}, or source {os.path.dirname(prepared)}/activate."
     return f"jaxpretrain {reason}. This is {sys.executable} {version}. {remedy}"

@@ -9,6 +9,8 @@ import io
 import itertools
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
@@ -180,10 +182,15 @@ def program_command(name: str) -> str:
     script_name = os.path.basename(sys.argv[0])
     if script_name.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
+    python = "python"
+    on_path = shutil.which("python")
+    # Outside an active environment, python is another one or none.
+    if on_path is None or os.path.dirname(on_path) != os.path.dirname(sys.executable):
+        python = shlex.quote(sys.executable.removeprefix(os.getcwd() + os.sep))
     path = os.path.join(os.path.dirname(sys.argv[0]), f"{name}.py")
     if script_name.endswith(".py") and os.path.isfile(path):
-        return f"python {path}"
-    return f"python -m MaxText.{name}"
+        return f"{python} {path}"
+    return f"{python} -m MaxText.{name}"
 
 
 def exit_with_error(error: UserError) -> NoReturn:

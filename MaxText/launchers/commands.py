@@ -25,10 +25,13 @@ TRAIN_COMMAND = (sys.executable, str(REPOSITORY / "MaxText" / "train.py"))
 
 _MAX_ERRORS = 10_000  # bytes, the last ones of a client's errors
 
-_OF_SLURM = "It comes with SLURM: log in to a node of the cluster. "
+_OF_SLURM = (
+    "Log in to a node of the cluster, or install it and the cluster's configuration here: sudo "
+    "apt-get install slurm-client. "
+)
 # Client of an engine -> how to get it.
 _INSTALL = {
-    "gcloud": "Install it: https://cloud.google.com/sdk/docs/install. ",
+    "gcloud": "Install it: curl https://sdk.cloud.google.com | bash. ",
     "kubectl": "Install it: gcloud components install kubectl, or https://kubernetes.io/docs/tasks/"
     "tools. ",
     "sky": "Install it: pip install 'skypilot[gcp]' in an environment of its own ([aws], ...). ",
@@ -45,6 +48,10 @@ _REMEDIES = {
     "strict decoding error|unknown field|unsupported value|is invalid|invalid task": "This version "
     "of the engine refuses the file: compare the fields that it names with the documentation of "
     "the engine, or update it.",
+    "connection refused|connection to the server|no configuration has been provided": "The client "
+    "has no cluster to talk to: log in, or choose one (kubectl config use-context NAME).",
+    "active account|reauthentication|default credentials": "Log in: gcloud auth login.",
+    "core/project": "Set --project=NAME.",
     "forbidden|permission.?denied|not authorized|unauthorized": _ASK_FOR_RIGHT,
     "does not have .*(permission|access)": _ASK_FOR_RIGHT,
     "quota": "Ask for a larger quota, or request less.",

@@ -1,11 +1,12 @@
 """Options, messages and exit codes."""
 
 import re
+import sys
 
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.command_line import exit_on_user_error, parse
+from MaxText.config.command_line import exit_on_user_error, parse, program_command
 from MaxText.config.loading import load
 from MaxText.config.schema import all_keys
 from MaxText.errors import UserError
@@ -202,3 +203,24 @@ def test_advice_names_no_key_that_does_not_exist(argument, answer):
     named = re.findall(r"write (\w+)=", text)
     assert not named
     assert "write steps=VALUE" in answer("--steps", "dataset_path=d", code=2)
+
+
+def test_commands_to_type_next_start_this_python(tmp_path, monkeypatch):
+    """Typed as it is printed, a command uses the same environment, active or not."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["programs/prepare_data.py"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program_command("train") == ".venv/bin/python programs/train.py"
+    active = tmp_path / ".venv" / "bin"
+    active.mkdir(parents=True)
+    (active / "python").write_text("")
+    (active / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(active))
+    assert program_command("train") == "python programs/train.py"
+    assert program_command("decode") == "python -m MaxText.decode"
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/maxtext-prepare-data"])
+    assert program_command("inspect_data") == "maxtext-inspect-data"

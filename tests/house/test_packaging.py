@@ -155,8 +155,9 @@ def test_the_changelog_begins_with_this_version():
         (["DEVICE=abacus"], "DEVICE=abacus is none of cpu, tpu, gpu"),
         (["gpu"], "unknown argument 'gpu'"),
         (["PYTHON=no-such-python"], "needs Python 3.11 or newer; no-such-python: does not run"),
+        (["PYTHON=no-such-python"], "sudo apt-get install python3.12"),
     ],
-    ids=["device", "argument", "python"],
+    ids=["device", "argument", "python", "remedy"],
 )
 def test_setup_refuses_what_it_does_not_know(arguments, message, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in ("DEVICE", "PYTHON")}

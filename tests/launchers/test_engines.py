@@ -328,10 +328,11 @@ def test_options_that_give_no_skypilot_job(options, folder, named):
 @pytest.mark.parametrize(
     ("client", "remedy"),
     [
-        ("sbatch", "log in to a node of the cluster"),
+        ("sbatch", "sudo apt-get install slurm-client"),
+        ("squeue", "sudo apt-get install slurm-client"),
         ("kubectl", "gcloud components install kubectl"),
         ("sky", r"pip install 'skypilot\[gcp\]'"),
-        ("gcloud", r"https://cloud\.google\.com/sdk/docs/install"),
+        ("gcloud", r"curl https://sdk\.cloud\.google\.com \| bash"),
     ],
 )
 def test_missing_client(client, remedy, tmp_path, monkeypatch):
@@ -359,6 +360,9 @@ def test_missing_client(client, remedy, tmp_path, monkeypatch):
         ),
         ("Error from server (Forbidden): jobsets is forbidden: User x cannot create", "Ask for"),
         ("ERROR: PERMISSION_DENIED: you may not", "Ask for the right"),
+        ("The connection to the server localhost:8080 was refused", "use-context NAME"),
+        ("You do not currently have an active account selected.", "gcloud auth login"),
+        ("- set the property `core/project`", "Set --project=NAME"),
         ("RESOURCE_EXHAUSTED: Quota limit 'TPUS' has been exceeded", "larger quota"),
         ("There is no more capacity in the zone", "action queue, which waits"),
         ("Segmentation fault", None),

@@ -7,6 +7,7 @@ import sys
 import fsspec
 import pytest
 
+from MaxText.errors import storage_error_line, storage_failure
 from MaxText.storage.errors import ObjectStoreError
 from MaxText.storage.paths import COMMIT_MARK, parse_path
 from tests.refusals import refused
@@ -72,6 +73,9 @@ def test_a_bucket_that_refuses(bucket, emulator, no_waits):
     file = parse_path(f"{bucket}/folder/file", "x")
     with emulator.failing(Fault(403)):
         error = refused("folder/file", file.write_text, "one")
+    failure = storage_failure(error)
+    assert failure is not None
+    assert "that right (the role roles/storage.objectUser" in storage_error_line(failure)
     assert isinstance(error, ObjectStoreError)
     assert error.errno == errno.EINVAL
     again = pickle.loads(pickle.dumps(error))

@@ -26,7 +26,7 @@ class _Preset(NamedTuple):
 
 
 # Largest first. Learning rates are those of GPT-3 (Brown et al. 2020) for 125M, of Pythia (Biderman
-# et al. 2023) for 70M, and of configs/quickstart.yml, which sets its own.
+# et al. 2023) for 70M, and of configs/quickstart.yml.
 _PRESETS = (
     _Preset(
         1e9,
@@ -62,7 +62,14 @@ _PRESETS = (
         ),
     ),
     # Its text is that of the dataset, not the Python standard library's.
-    _Preset(0.0, "quickstart.yml", 16, 128, 2_000, ("prepare_source=", "prompt=The")),
+    _Preset(
+        0.0,
+        "quickstart.yml",
+        16,
+        128,
+        2_000,
+        ("learning_rate=6e-3", "prepare_source=", "prompt=The"),
+    ),
 )
 
 
