@@ -5,8 +5,8 @@
 #   bash setup.sh DEVICE=gpu           or is named; the environment variable DEVICE does the same
 #   PYTHON=python3.12 bash setup.sh    another Python than the newest on the PATH
 #
-# Needs Python 3.11 or newer with pip or venv, and no root. A second run finds nothing to do and
-# ends at once; to start over, remove .venv.
+# Needs Python 3.12 to 3.14, which get jax 0.12, or 3.11, which gets jax 0.10; with pip or venv, and
+# no root. A second run finds nothing to do and ends at once; to start over, remove .venv.
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -165,7 +165,10 @@ export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 echo "Python $version, DEVICE=$DEVICE ($origin)"
 case $version in
-  3.11.*) echo 'Python 3.11 gets jax 0.10; 3.12 to 3.14 get jax 0.12: PYTHON=python3.13 bash setup.sh' ;;
+  3.11.*)
+    echo 'Python 3.11 gets jax 0.10, the last one for it, and no newer compilers for TPU and GPU.'
+    echo 'Python 3.12 to 3.14 get jax 0.12: PYTHON=python3.13 bash setup.sh'
+    ;;
 esac
 stage 'virtual environment .venv' make_environment
 stage "packages" install_packages
