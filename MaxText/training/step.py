@@ -213,6 +213,13 @@ def make_train_step(
         update_norm = optax.tree.norm(trained(updates))
         metrics = losses | other_means | {"grad_norm": grad_norm, "update_norm": update_norm}
         metrics |= {name: _mean(metric) for name, metric in layer_metrics.items()}
+        layer_norms: Metrics = {}
+        if log_layer_metrics:
+            # Here, where the norms above read the same arrays, not after the repeated update.
+            layer_norms = {
+                "grad_norm": _norm_per_layer(model.blueprint, trained(gradients)),
+                "update_norm": _norm_per_layer(model.blueprint, cast(Params, trained(updates))),
+            }
 
         if state.guard is None:
             new_params = _add_updates(optimizer_config, params, updates, state.step)
@@ -246,13 +253,7 @@ def make_train_step(
             "param_norm": optax.tree.norm(trained(new_params)),
             "learning_rate": learning_rate,
         }
-        if log_layer_metrics:
-            metrics |= _norms_per_layer(
-                model,
-                gradients=trained(gradients),
-                updates=cast(Params, trained(updates)),
-                params=trained(new_params),
-            )
+        metrics |= _with_param_norms(layer_norms, model.blueprint, trained(new_params))
         new_average = update_average(averaging, state.average, new_params, state.step)
         new_state = TrainState(state.step + 1, new_params, new_opt_state, new_guard, new_average)
         return new_state, metrics
@@ -321,25 +322,30 @@ def _sum(metrics: Metrics) -> jax.Array:
     return sum(metrics.values())  # type: ignore[return-value]
 
 
-def _norms_per_layer(
-    model: Model, *, gradients: Params, updates: Params, params: Params
-) -> Metrics:
-    """Returns norms of each layer's part of trees, and of updates relative to parameters, [L] each.
+def _with_param_norms(layer_norms: Metrics, blueprint: Blueprint, params: Params) -> Metrics:
+    """Returns metrics of each layer, [L]: norms, also of parameters, and the update ratio.
 
     A layer without parameters has the ratio 0.
+
+    Args:
+      layer_norms: Norms [L] of gradients and updates; empty if no metrics of layers are logged.
+      blueprint: Of the layers.
+      params: The new parameters.
     """
-    trees = {"grad_norm": gradients, "update_norm": updates, "param_norm": params}
-    norms = {name: _norm_per_layer(model.blueprint, tree["layers"]) for name, tree in trees.items()}
-    param_norm_L = norms["param_norm"]
+    if not layer_norms:
+        return {}
+    param_norm_L = _norm_per_layer(blueprint, params)
     has_params_L = param_norm_L > 0
-    ratio_L = norms["update_norm"] / jnp.where(has_params_L, param_norm_L, 1)
-    norms["update_ratio"] = jnp.where(has_params_L, ratio_L, 0)
+    ratio_L = layer_norms["update_norm"] / jnp.where(has_params_L, param_norm_L, 1)
+    update_ratio_L = jnp.where(has_params_L, ratio_L, 0)
+    norms = layer_norms | {"param_norm": param_norm_L, "update_ratio": update_ratio_L}
     return {f"{name}{PER_LAYER}": norm_L for name, norm_L in norms.items()}
 
 
-def _norm_per_layer(blueprint: Blueprint, weights: Params) -> jax.Array:
-    """Returns the norm of each layer's part of a tree, float32 [L]."""
+def _norm_per_layer(blueprint: Blueprint, tree: Params) -> jax.Array:
+    """Returns the norm of each layer's part of a tree like the parameters, float32 [L]."""
     plan = blueprint.plan
+    weights = tree["layers"]
 
     def squares(tree: Params, first_axis: int) -> jax.Array:
         """Returns the sum of squares of all leaves, over axes from `first_axis` on."""
