@@ -11,13 +11,13 @@ must have one row. Then the next run begins, until there were as many kills as a
     python benchmarks/fault_injection.py --failures-per-hour 0 60 120 --steps 600
 
 measures goodput: the share of a run's time in which it does steps that it keeps. Runs are killed at
-exponentially distributed times, the same ones for the same seed, and started again at once. The
-table compares with what a failure costs: the restart up to the first step, and the steps that are
-repeated, of which there are half a checkpoint period on average.
+exponentially distributed times, the same ones for the same seed, and started again at once.
 """
 
 import argparse
+import functools
 import json
+import math
 import os
 import pathlib
 import random
@@ -32,6 +32,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from MaxText.monitoring.goodput import Goodput  # noqa: E402
+from MaxText.monitoring.run_record import read_run  # noqa: E402
 
 CONFIG = """
 base_config: quickstart.yml
@@ -294,19 +299,22 @@ def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
 
 
 class GoodputMeasurement(NamedTuple):
-    """A run that was killed at random times.
-
-    Attributes:
-      failures_per_hour: Rate of the kills.
-      num_failures: Kills.
-      wall_seconds: From the first start to the end.
-      start_seconds: Of each start, from its launch to its first step; of those that reached one.
-    """
+    """A run that was killed at random times, of `failures_per_hour` on average."""
 
     failures_per_hour: float
     num_failures: int
-    wall_seconds: float
-    start_seconds: list[float]
+    goodput: Goodput
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the first start to the end."""
+        return self.goodput.running_seconds + self.goodput.down_seconds
+
+    @property
+    def start_seconds(self) -> float:
+        """Of all starts together, up to the first step of each."""
+        seconds = self.goodput.seconds
+        return seconds["startup"] + seconds["compile"] + self.goodput.down_seconds
 
 
 def measure_goodput(
@@ -323,51 +331,54 @@ def measure_goodput(
     draw = random.Random(seed)
     arguments = (f"steps={steps}", "checkpoint_period=50", "eval_interval=-1")
     name = f"goodput_{rate:g}"
-    began = time.monotonic()
-    starts: list[float] = []
+    next_failure = time.monotonic()
     num_failures = 0
-    next_failure = draw.expovariate(rate / 3600) if rate else float("inf")
     while True:
-        launched = time.monotonic()
         run = injection.start(name, *arguments)
-
-        def is_due() -> bool:
-            return time.monotonic() - began >= next_failure  # noqa: B023
-
-        was_killed = run.wait_for(is_due)
-        if was_killed:
-            run.kill()
-            num_failures += 1
-            next_failure += draw.expovariate(rate / 3600)
-        else:
+        next_failure += draw.expovariate(rate / 3600) if rate else math.inf
+        if not run.wait_for(functools.partial(_is_past, next_failure)):
             _end(run)
-        if run.first_step_time is not None:
-            starts.append(run.first_step_time - launched)
-        if not was_killed:
-            return GoodputMeasurement(rate, num_failures, time.monotonic() - began, starts)
+            history = read_run(injection.folder(name))
+            return GoodputMeasurement(rate, num_failures, history.goodput)
+        run.kill()
+        num_failures += 1
 
 
-def goodput_table(measurements: Sequence[GoodputMeasurement], steps: int) -> str:
-    """Returns a table in Markdown; the first measurement is that without failures."""
-    undisturbed = measurements[0]
-    training_seconds = undisturbed.wall_seconds - undisturbed.start_seconds[0]
-    starts = [seconds for each in measurements for seconds in each.start_seconds]
-    restart_seconds = sum(starts) / len(starts)
-    repeated_seconds = training_seconds / steps * 50 / 2
+def _is_past(moment: float) -> bool:
+    return time.monotonic() >= moment
+
+
+def goodput_table(measurements: Sequence[GoodputMeasurement]) -> str:
+    """Returns the shares of each run's time as a table in Markdown, and what a failure cost."""
     lines = [
-        f"{steps} steps take {training_seconds:.0f} s. A failure costs {restart_seconds:.1f} s of "
-        f"restart and {repeated_seconds:.1f} s of repeated steps on average.",
-        "",
-        "| failures per hour | failures | seconds | goodput | by the cost of a failure |",
-        "|---:|---:|---:|---:|---:|",
+        "| failures per hour | failures | minutes | goodput | starts | repeated steps | other |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for each in measurements:
-        cost = each.failures_per_hour / 3600 * (restart_seconds + repeated_seconds)
-        expected = training_seconds * (1 - cost) / (training_seconds + restart_seconds)
+        useful, lost = (each.goodput.seconds[part] for part in ("useful", "lost"))
+        shares = [
+            seconds / each.wall_seconds
+            for seconds in (
+                useful,
+                each.start_seconds,
+                lost,
+                each.wall_seconds - useful - each.start_seconds - lost,
+            )
+        ]
         lines.append(
-            f"| {each.failures_per_hour:g} | {each.num_failures} | {each.wall_seconds:.0f} | "
-            f"{training_seconds / each.wall_seconds:.2f} | {max(0.0, expected):.2f} |"
+            f"| {each.failures_per_hour:g} | {each.num_failures} | {each.wall_seconds / 60:.1f} | "
+            f"{' | '.join(f'{share:.2f}' for share in shares)} |"
         )
+    num_failures = sum(each.num_failures for each in measurements)
+    if num_failures:
+        starts = sum(each.start_seconds for each in measurements)
+        restart = starts / (num_failures + len(measurements))
+        repeated = sum(each.goodput.seconds["lost"] for each in measurements) / num_failures
+        lines += [
+            "",
+            f"A failure cost {restart:.1f} s of restart and {repeated:.1f} s of repeated steps on "
+            f"average of {num_failures}.",
+        ]
     return "\n".join(lines)
 
 
@@ -390,8 +401,7 @@ def main() -> int:
             measured = []
             for rate in rates:
                 measured.append(measure_goodput(attack, rate, options.steps, options.seed))
-                print(measured[-1], flush=True)
-            print(goodput_table(measured, options.steps), flush=True)
+                print(goodput_table(measured), flush=True)
             return 0
         expected = attack.finish("undisturbed")
         for event in attack.killed(options.kills):

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import fault_injection
 from MaxText import exit_codes
+from MaxText.monitoring.goodput import PARTS, Goodput
 
 
 def kill(run, condition):
@@ -116,3 +117,19 @@ def test_the_comparison_sees_what_differs(whole, tmp_path):
     changed = "".join(lines).replace('"learning/loss": 5', '"learning/loss": 6')
     (folder / "metrics.jsonl").write_text(changed)
     assert fault_injection.differences(folder, whole[0]) == ["metrics"]
+
+
+def test_a_goodput_table_says_what_a_failure_cost():
+    def measured(rate, failures, **seconds):
+        goodput = Goodput(dict.fromkeys(PARTS, 0.0) | seconds, attempts=())
+        return fault_injection.GoodputMeasurement(rate, failures, goodput)
+
+    table = fault_injection.goodput_table(
+        [
+            measured(0, 0, useful=90.0, startup=8.0, compile=2.0),
+            measured(60, 2, useful=90.0, startup=18.0, compile=2.0, lost=6.0, checkpoint=4.0),
+        ]
+    )
+    assert "| 0 | 0 | 1.7 | 0.90 | 0.10 | 0.00 | 0.00 |" in table
+    assert "| 60 | 2 | 2.0 | 0.75 | 0.17 | 0.05 | 0.03 |" in table
+    assert "cost 7.5 s of restart and 3.0 s of repeated steps on average of 2" in table
