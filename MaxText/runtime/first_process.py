@@ -22,6 +22,8 @@ _SECONDS_BEFORE_NOTICE = 10.0
 _TOLD_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
 
+_ALL = "all"
+
 _block_numbers = itertools.count()  # equal in all processes, as these enter the same blocks
 
 
@@ -31,7 +33,7 @@ def first_process_first(task: str, folder: str) -> Iterator[bool]:
 
     For a folder on a shared disk, or a URL, the first process is process 0 of the run. For a folder
     on local disks, it is the first process of each host. The others wait until it has left the
-    block. Collective.
+    block. All processes leave the context together. Collective.
 
     Args:
       task: What the block does, for messages: "preparing the text".
@@ -41,22 +43,20 @@ def first_process_first(task: str, folder: str) -> Iterator[bool]:
       Whether this process is the first one.
 
     Raises:
-      UserError: The block failed in the first process, or did not end there within a day.
+      UserError: The block failed in a process, or did not end there within a day.
     """
     if processes.count() == 1:
         yield True
         return
     block = _Block(task, folder)
-    if not block.is_first:
-        block.wait_for_first()
-        yield False
-        return
     try:
-        yield True
+        if not block.is_first:
+            block.wait_for_first()
+        yield block.is_first
     except BaseException as error:
-        block.report(error)
+        block.fail(error)
         raise
-    block.report(None)
+    block.wait_for_all()
 
 
 class _Block:
@@ -78,7 +78,6 @@ class _Block:
         self._barrier("placed", _MEETING_SECONDS)
         with contextlib.suppress(OSError):
             self._first = next((n for n, marker in enumerate(markers) if marker.exists()), 0)
-        self._client.key_value_set(f"{self._prefix}/first/{self._process}", str(self._first))
         self._barrier("seen", _MEETING_SECONDS)
         with contextlib.suppress(OSError):
             for marker in markers[self._process :]:
@@ -89,40 +88,69 @@ class _Block:
         """Whether this process is the first one."""
         return self._process == self._first
 
-    def report(self, error: BaseException | None) -> None:
-        """Tells the processes that wait for this one how the block ended."""
-        message = None
-        if error is not None:
-            message = str(error) if isinstance(error, UserError) else repr(error)
-        self._client.key_value_set(self._result_key, json.dumps(message))
-        if error is not None:
-            self._wait_until_told()
-
     def wait_for_first(self) -> None:
         """Waits until the first process has left the block.
 
         Raises:
           UserError: It failed, or the wait took too long.
         """
-        result = self._result_within(_SECONDS_BEFORE_NOTICE)
-        if result is None:
-            sys.stderr.write(
-                f"process {self._process} waits for process {self._first}: {self._task}\n"
-            )
-            result = self._result_within(_MAX_WAIT_HOURS * 3600)
-        if result is None:
-            raise UserError(
-                f"process {self._first} has not finished {self._task} within {_MAX_WAIT_HOURS:g} "
-                "hours. See its log, or prepare the data before the run (prepare_data.py)."
-            )
-        message = json.loads(result)
-        if message is not None:
-            self._wait_until_told()
-            raise UserError(f"process {self._first} failed while {self._task}: {message}")
+        self._raise_failure(self._result_of(str(self._first), f"process {self._first}"))
 
-    @property
-    def _result_key(self) -> str:
-        return f"{self._prefix}/result/{self._first}"
+    def wait_for_all(self) -> None:
+        """Waits until all processes have left the block.
+
+        Otherwise a process with less to do would wait elsewhere, where time is short: jax expects
+        that all initialize their devices within two minutes.
+
+        Raises:
+          UserError: One failed, or the wait took too long.
+        """
+        self._tell(str(self._process), None)
+        if self._process == 0:
+            results = (
+                self._result_of(str(process), f"process {process}")
+                for process in range(1, processes.count())
+            )
+            self._tell(_ALL, next(filter(None, results), None))
+        failure = self._result_of(_ALL, "the other processes")
+        if failure is not None:
+            self._wait_until_told()
+        self._raise_failure(failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other processes that the block failed in this one."""
+        message = str(error) if isinstance(error, UserError) else repr(error)
+        failure = f"process {self._process} failed while {self._task}: {message}"
+        self._tell(str(self._process), failure)
+        if self._process == 0:
+            self._tell(_ALL, failure)
+        self._wait_until_told()
+
+    def _raise_failure(self, failure: str | None) -> None:
+        if failure is not None:
+            raise UserError(failure)
+
+    def _tell(self, name: str, failure: str | None) -> None:
+        """Publishes the result of a process, or of _ALL: a failure, or None."""
+        self._client.key_value_set(f"{self._prefix}/result/{name}", json.dumps(failure))
+
+    def _result_of(self, name: str, who: str) -> str | None:
+        """Waits for the result of a process, or of _ALL; returns its failure, or None.
+
+        Args:
+          name: Of `_tell`.
+          who: Whom this process waits for, for messages.
+        """
+        result = self._result_within(name, _SECONDS_BEFORE_NOTICE)
+        if result is None:
+            sys.stderr.write(f"process {self._process} waits for {who}: {self._task}\n")
+            result = self._result_within(name, _MAX_WAIT_HOURS * 3600)
+        if result is None:
+            return (
+                f"{who} did not finish {self._task} within {_MAX_WAIT_HOURS:g} hours. See the "
+                "log, or prepare the data before the run (prepare_data.py)."
+            )
+        return json.loads(result)
 
     def _place_marker(self, folder: str) -> list[Path]:
         """Creates this process's file in the folder; returns those of it and all before it.
@@ -147,25 +175,25 @@ class _Block:
             return []
         return markers
 
-    def _barrier(self, name: str, seconds: float, group: list[int] | None = None) -> None:
-        self._client.wait_at_barrier(f"{self._prefix}/{name}", _milliseconds(seconds), group)
+    def _barrier(self, name: str, seconds: float) -> None:
+        self._client.wait_at_barrier(f"{self._prefix}/{name}", _milliseconds(seconds))
 
-    def _result_within(self, seconds: float) -> str | None:
-        """Returns the first process's result; None if there is none after some time."""
+    def _result_within(self, name: str, seconds: float) -> str | None:
+        """Returns what was told of a process, or of _ALL; None if it was not in time."""
         try:
-            return self._client.blocking_key_value_get(self._result_key, _milliseconds(seconds))
+            return self._client.blocking_key_value_get(
+                f"{self._prefix}/result/{name}", _milliseconds(seconds)
+            )
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
 
     def _wait_until_told(self) -> None:
-        """Waits, after a failure, until all that wait for the first process know of it."""
-        firsts = self._client.key_value_dir_get(f"{self._prefix}/first/")
-        group = [int(key.rpartition("/")[2]) for key, first in firsts if int(first) == self._first]
+        """Waits, after a failure, until all processes know of it, or for some seconds."""
         with contextlib.suppress(RuntimeError):
-            self._barrier(f"told/{self._first}", _TOLD_SECONDS, group)
-        if self.is_first and len(group) > 1:
+            self._barrier("told", _TOLD_SECONDS)
+        if self._process == 0:
             time.sleep(_EXIT_SECONDS)
 
 

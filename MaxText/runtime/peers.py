@@ -54,10 +54,8 @@ class KeyValueStore(Protocol):
         """Waits for a value and returns it; raises an error with DEADLINE_EXCEEDED."""
         ...
 
-    def wait_at_barrier(
-        self, barrier_id: str, timeout_in_ms: int, process_ids: list[int] | None = None
-    ) -> None:
-        """Waits until all processes, or those of `process_ids`, have come to a barrier."""
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Waits until all processes have come to a barrier."""
 
 
 def coordinator_client() -> KeyValueStore | None:
@@ -179,7 +177,7 @@ class LivenessTracker:
                 return row, state
             silent_seconds = now - self._changed[row["process"]]
             limit = lost_seconds if "written" in row else _START_FACTOR * lost_seconds
-            if state == RUNNING and silent_seconds > limit:
+            if state != ENDED and silent_seconds > limit:
                 return row, f"no sign of life for {silent_seconds:.0f} s: dead or frozen"
         return None
 
