@@ -7,6 +7,7 @@ the files of the processes succeeds without any.
 """
 
 import asyncio
+import collections
 import json
 import math
 import time
@@ -27,6 +28,7 @@ from MaxText.checkpointing.checkpoint_files import (
     CheckpointCorruptedError,
 )
 from MaxText.config.training_sections import CheckpointStorageConfig
+from MaxText.runtime import peers
 from MaxText.storage.paths import is_object_store_path
 
 _TREE_FILE = "_METADATA"  # names and shapes of all arrays
@@ -36,6 +38,7 @@ _ZARR_2 = (".zarray", "")
 _ZARR_3 = ("zarr.json", "c")
 # Waits before a file counts as missing: network folders show other machines' files late.
 RETRY_SECONDS = (0.5, 1.0, 2.0)
+_VERIFICATION_MILLISECONDS = 3_600_000
 
 
 class _VerifiedHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
@@ -64,8 +67,27 @@ class _VerifiedHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
         self, directory: ocp.path.PathAwaitingCreation, written: Awaitable[None]
     ) -> None:
         await written  # of all processes
-        if jax.process_index() == 0:
+        if jax.process_count() == 1:
             await asyncio.to_thread(self._verify, await directory.await_creation())
+            return
+        # Otherwise the others would wait in a barrier of Orbax that allows five minutes, which is
+        # short for the files of hundreds of hosts.
+        key = _verification_key(f"{directory.path.parent.name}/{directory.path.name}")
+        if jax.process_index() == 0:
+            await asyncio.to_thread(self._verify_for_all, await directory.await_creation(), key)
+        else:
+            await asyncio.to_thread(_wait_for_verification, key)
+
+    def _verify_for_all(self, folder: epath.Path, key: str) -> None:
+        """Verifies a folder, and tells the other processes the result."""
+        problem = None
+        try:
+            self._verify(folder)
+        except Exception as error:
+            problem = str(error)
+            raise
+        finally:
+            _coordinator().key_value_set(key, json.dumps(problem))
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
@@ -84,6 +106,28 @@ class _VerifiedHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
         """Returns what Orbax does."""
         return self._handler.is_abstract_handleable(abstract_checkpointable)
+
+
+_num_verifications: collections.Counter[str] = collections.Counter()  # by folder
+
+
+def _verification_key(folder: str) -> str:
+    """Returns where process 0 tells the result; the same in all processes, new for each save."""
+    _num_verifications[folder] += 1
+    return f"maxtext/verified/{folder}/{_num_verifications[folder]}"
+
+
+def _coordinator() -> peers.KeyValueStore:
+    client = peers.coordinator_client()
+    assert client is not None, "several processes have a coordinator"
+    return client
+
+
+def _wait_for_verification(key: str) -> None:
+    """Waits for process 0; CheckpointCorruptedError if it found the folder incomplete."""
+    problem = json.loads(_coordinator().blocking_key_value_get(key, _VERIFICATION_MILLISECONDS))
+    if problem is not None:
+        raise CheckpointCorruptedError(f"process 0: {problem}")
 
 
 class VerifiedArraysHandler(_VerifiedHandler):

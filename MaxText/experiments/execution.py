@@ -398,14 +398,15 @@ def submit_runs(
     check_folder(options, folder)
     active: set[str] = set()
     if not options.dry_run:  # which needs no client
-        active = active_run_folders(folder, [str(run.folder) for run in unfinished], commands)
+        folders = [str(run.folder.absolute()) for run in unfinished]
+        active = active_run_folders(folder, folders, commands)
     tasks = []
     num_active = 0
     for chain in chains:
         runs = [run for run in chain if run in unfinished]
         if not runs:
             continue
-        if str(runs[-1].folder) in active:
+        if str(runs[-1].folder.absolute()) in active:
             num_active += 1
             continue
         for run in runs:

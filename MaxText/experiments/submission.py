@@ -9,6 +9,7 @@ was submitted is recorded there, so that the next submission leaves out what the
 import dataclasses
 import hashlib
 import shlex
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
@@ -181,7 +182,8 @@ def submit_tasks(
       UserError: The client is missing or fails, or the engine has no such array.
     """
     # Queued tasks of an earlier array still read its commands.
-    number = 1 + len(list((folder / _SUBMITTED).glob("*")))
+    numbers = [int(path.name) for path in (folder / _SUBMITTED).glob("*") if path.name.isdigit()]
+    number = 1 + max(numbers, default=0)
     array_folder = (folder / _SUBMITTED / str(number)).absolute()
     # Another experiment's folder may have the same name, and an engine has one job of a name.
     digest = hashlib.sha256(str(array_folder).encode()).hexdigest()[:8]
@@ -191,19 +193,26 @@ def submit_tasks(
         folder=array_folder,
         max_parallel=max_parallel,
     )
-    folders = [str(task.run_folder) for task in tasks]
+    folders = [str(task.run_folder.absolute()) for task in tasks]
+
+    def record(engine: Engine, job: str, namespace: str = "") -> None:
+        if not commands.dry_run:
+            submission = Submission(engine=engine, job=job, namespace=namespace, tasks=folders)
+            array_folder.mkdir(parents=True, exist_ok=True)
+            text = submission.model_dump_json(indent=1)
+            atomic_write_text(array_folder / _SUBMISSION, f"{text}\n")
+
     if isinstance(options, SlurmOptions):
-        job = slurm.submit_array(options, array, commands, log)
-        submission = Submission(engine="slurm", job=job, tasks=folders)
-    elif isinstance(options, JobSetOptions):
+        record("slurm", slurm.submit_array(options, array, commands, log))
+        return
+    # Jobs of the others have names, and are recorded first: an engine may fail after it took some.
+    # Without its client nothing is submitted, and nothing could be asked later.
+    if isinstance(options, JobSetOptions):
+        if shutil.which("kubectl"):
+            record("jobset", array.name, options.namespace)
         jobset.submit_array(options, array, commands, log)
-        submission = Submission(
-            engine="jobset", job=array.name, namespace=options.namespace, tasks=folders
-        )
     else:
         assert isinstance(options, SkyPilotOptions)
+        if shutil.which("sky"):
+            record("sky", array.name)
         skypilot.submit_array(options, array, commands, log)
-        submission = Submission(engine="sky", job=array.name, tasks=folders)
-    if not commands.dry_run:
-        text = submission.model_dump_json(indent=1)
-        atomic_write_text(array_folder / _SUBMISSION, f"{text}\n")

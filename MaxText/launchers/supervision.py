@@ -290,7 +290,7 @@ def process_env(
         ids = ",".join(map(str, range(slot * devices, (slot + 1) * devices)))
         if number > 1:
             environment["JAX_LOCAL_DEVICE_IDS"] = ids
-        elif slot > 0:
+        else:
             environment["JAX_CUDA_VISIBLE_DEVICES"] = ids  # the other is for jax.distributed only
     return environment
 

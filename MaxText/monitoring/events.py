@@ -60,6 +60,7 @@ MAIN_KEYS = (
     "base_num_decoder_layers",
     "max_target_length",
     "dataset_path",
+    "global_batch_size",
     "per_device_batch_size",
     "gradient_accumulation_steps",
     "steps",

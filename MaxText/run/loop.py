@@ -655,9 +655,7 @@ class End:
 
 
 @contextlib.contextmanager
-def recorded_end(
-    run_logger: RunLogger, metric_logger: MetricLogger, watchdog: Watchdog
-) -> Iterator[End]:
+def recorded_end(run_logger: RunLogger, metric_logger: MetricLogger) -> Iterator[End]:
     """Records how the block ended the run.
 
     A diverged run ends normally, with its exit code. After any other failure, one process of
@@ -680,4 +678,4 @@ def recorded_end(
         step = metric_logger.newest_step
         run_logger.events.emit("stop", step=step, seconds=seconds, reason=end.reason)
         if failure is not None:
-            processes.fail(failure, watchdog)
+            processes.fail(failure)

@@ -93,6 +93,7 @@ def train(
         process_count=jax.process_count(),
         store=peers.coordinator_client(),
     ).start()
+    processes.set_watchdog(watchdog)
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
@@ -100,6 +101,7 @@ def train(
     config = choose_layout_for_devices(config, devices, layout_lines.append)
     start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    requested_batch = config.batch
     config = resolve_global_batch(config, sharding, layout_lines.append)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
@@ -119,7 +121,9 @@ def train(
     steps_oldest_first = reversed(checkpoints.steps_to_resume())
     growth = resolve_growth(config, [checkpoints.stored(step) for step in steps_oldest_first])
     config = growth.config
-    config_flat = flatten(config)
+    # What is saved keeps the batch as it was requested: the next start may have other devices.
+    saved_config = config.model_copy(update={"batch": requested_batch})
+    config_flat = flatten(saved_config)
     setup = setup_train(config, sharding, growth.existing_slots, growth.existing_slots_lr_scale)
     model = setup.model
     abstract_state = setup.abstract_state
@@ -222,7 +226,7 @@ def train(
         evaluation_is_due = evaluates and not processes.all_processes_agree(
             record.has_evaluation or not keeps_record
         )
-    write_run_files(run_folder, config, train_batches.tokenizer_folder)
+    write_run_files(run_folder, saved_config, train_batches.tokenizer_folder)
     downstream = open_downstream_tasks(
         questions,
         config=config,
@@ -346,9 +350,7 @@ def _run_to_the_end(
         stack.callback(processes.shutdown)
         stack.callback(watchdog.leave)
         stack.callback(checkpoints.close)
-        end = stack.enter_context(
-            loop.recorded_end(run_logger, training.records.metric_logger, watchdog)
-        )
+        end = stack.enter_context(loop.recorded_end(run_logger, training.records.metric_logger))
         watchdog.enter("compile", training.schedule.step)
         with events.timed("compile", step=training.schedule.step) as fields:
             fields |= compiling.result()

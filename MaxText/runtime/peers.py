@@ -243,22 +243,19 @@ def shows_culprit(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> b
     )
 
 
-def peer_in_long_phase(
-    rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
-) -> bool:
-    """Returns whether a live process other than `process` is in a phase with a longer timeout.
+def peer_in_long_phase(rows: Sequence[Mapping[str, Any]], process: int) -> bool:
+    """Returns whether a running process other than `process` is in a phase with a longer timeout.
+
+    One that died there is found by `LivenessTracker`.
 
     Args:
       rows: Those of all processes.
       process: Index of this process.
-      silent_seconds: Age relative to the newest row from which a process counts as dead.
     """
-    newest_write = _newest_write(rows)
     return any(
         row["process"] != process
         and row.get("state") == RUNNING
         and row.get("phase") in LONG_PHASES
-        and newest_write - row["written"] <= silent_seconds
         for row in rows
     )
 

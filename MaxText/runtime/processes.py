@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 
 _count = 1
 _leaves_threads = False
+_watchdog: Watchdog | None = None
 
 
 def mark_initialized(num_processes: int) -> None:
@@ -74,7 +75,13 @@ def run(main: Callable[[], int]) -> NoReturn:
         exit_now(_code_of(error))
 
 
-def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
+def set_watchdog(watchdog: Watchdog) -> None:
+    """Sets what tells the other processes of a failure of this one, in `fail`."""
+    global _watchdog
+    _watchdog = watchdog
+
+
+def fail(error: BaseException) -> None:
     """Exits after an exception, if the run has several processes; returns if it has one.
 
     Prints the message of a UserError or a storage error, else the traceback. If the exception says
@@ -82,11 +89,12 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     before anything collective.
 
     Args:
-      error: The exception that ends this process.
-      watchdog: Publishes the failure to the other processes, and has their states.
+      error: The exception that ends this process. The watchdog, if one was set, publishes it to the
+        other processes.
     """
     if _count == 1:
         return
+    watchdog = _watchdog
     peer_died = is_peer_failure(error)
     if watchdog is not None and not isinstance(error, SystemExit):
         watchdog.fail(None if peer_died else error)

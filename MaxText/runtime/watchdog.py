@@ -215,7 +215,7 @@ class Watchdog:
         if self._board is None:
             return False
         rows = self._board.try_rows(self._read_seconds)
-        return peers.peer_in_long_phase(rows, self._index, self._silent_seconds)
+        return peers.peer_in_long_phase(rows, self._index)
 
     def _coordinator_answers(self) -> bool:
         """Returns whether requests make sense: jax may abort this process while it waits."""

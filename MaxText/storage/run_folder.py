@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -137,8 +138,8 @@ def unlock_run_folder() -> None:
 class BucketLock:
     """An exclusive lock: an object in a bucket that names its owner.
 
-    The object's content is {"host", "process", "started", "token", "is_claim"}. The lock is
-    released at program exit at the latest.
+    The object's content is {"host", "process", "process_space", "started", "token", "is_claim"}.
+    The lock is released at program exit at the latest.
     """
 
     def __init__(self, url: str, *, check_seconds: float = 5.0, answer_seconds: float = 30.0):
@@ -258,7 +259,24 @@ def describe_holder(holder: JsonValue) -> str:
 
 def _this_process() -> dict[str, Any]:
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"host": socket.gethostname(), "process": os.getpid(), "started": started}
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "process_space": _process_space(),
+        "started": started,
+    }
+
+
+def _process_space() -> str:
+    """Returns what two processes share if each sees the other's process id; "" if unknown.
+
+    Containers of one machine may have its host name, and process ids of their own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # another system than Linux
+        return ""
 
 
 class InUseError(UserError):
@@ -272,7 +290,10 @@ class InUseError(UserError):
 
 
 def _is_dead_here(holder: dict[str, Any]) -> bool:
-    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("process"), int):
+    space = _process_space()
+    if not space or holder.get("process_space") != space:
+        return False
+    if not isinstance(holder.get("process"), int):
         return False
     try:
         os.kill(holder["process"], 0)

@@ -59,15 +59,16 @@ def test_the_table_shows_every_process(told):
         ([row(0, 12, "step"), row(1, 11, "compile")], True),
         ([row(0, 12, "step"), row(1, 11, "step")], False),
         ([row(0, 12, "compile"), row(1, 11, "step")], False),  # it asks itself
-        ([row(0, 12, "step"), row(1, 11, "compile", written=70.0)], False),
+        # Clocks of machines differ; who is dead is found otherwise.
+        ([row(0, 12, "step"), row(1, 11, "compile", written=70.0)], True),
         ([row(0, 12, "step"), row(1, 11, "compile", state="failed: ValueError")], False),
         ([row(0, 12, "step"), {"process": 1}], False),
         ([], False),
     ],
-    ids=["compiles", "steps", "itself", "silent", "failed", "no status", "unreadable"],
+    ids=["compiles", "steps", "itself", "another clock", "failed", "no status", "unreadable"],
 )
 def test_another_takes_long(rows, expected):
-    assert peer_in_long_phase(rows, 0, silent_seconds=10.0) is expected
+    assert peer_in_long_phase(rows, 0) is expected
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,10 @@ FAIL = """
     print("printed")
     try:
         watchdog = Watchdog(1.0, 1, 2, store=Coordinator()).start()
+        processes.set_watchdog(watchdog)
         exec(sys.argv[1])
     except BaseException as error:
-        processes.fail(error, watchdog)
+        processes.fail(error)
 """
 
 

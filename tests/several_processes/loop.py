@@ -47,6 +47,7 @@ def main() -> int:
     )
     update = jax.jit(lambda x: x.sum())
     watching = Watchdog(float(timeout), us, jax.process_count(), store=store).start()
+    processes.set_watchdog(watching)
     with closing(watching) as watchdog:
         try:
             watchdog.enter("compile")
@@ -69,7 +70,7 @@ def main() -> int:
                 if not wrong and step == 100 and timeout == "100":
                     break
         except BaseException as error:
-            processes.fail(error, watchdog)
+            processes.fail(error)
             raise
         watchdog.leave()
         processes.shutdown()
