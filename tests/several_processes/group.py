@@ -174,3 +174,9 @@ def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iter
             process.kill()
             with process:
                 pass
+
+
+def pid_of(output, process):
+    """The process id that the launcher printed."""
+    (line,) = (line for line in output.read_text().splitlines() if "process ids" in line)
+    return int(line.split(": ")[-1].split()[process])

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from MaxText import exit_codes
-from tests.several_processes.group import CONFIG, Launcher, as_users_do, ended, rows, wait_until
+from tests.several_processes.group import (
+    CONFIG,
+    Launcher,
+    as_users_do,
+    ended,
+    pid_of,
+    rows,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +88,6 @@ def assert_same_run(whole, name):
 
 def events(folder, kind):
     return [row for row in rows((folder / "events.jsonl").read_text()) if row["event"] == kind]
-
-
-def pid_of(output, process):
-    (line,) = (line for line in output.read_text().splitlines() if "process ids" in line)
-    return int(line.split(": ")[-1].split()[process])
 
 
 def test_two_processes_prepare_their_text_once(launcher, start):

@@ -1,12 +1,11 @@
 """Several processes of one run, with everything in a bucket."""
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.several_processes.group import Launcher, as_users_do, ended, wait_until
+from tests.several_processes.group import Launcher, as_users_do, ended, pid_of, wait_until
 from tests.storage.emulator import Fault
 from tests.storage.test_programs import Workplace
 
@@ -39,8 +38,7 @@ def test_two_processes_one_of_which_dies_while_both_save(place):
     with place.emulator.failing(late):
         process, path = place.launcher.start(2, *begun, options=["--supervise", "--grace-period=5"])
         wait_until(lambda: place.has_begun_to_save("a", 6), process, path)
-        status = place.emulator.read(f"{place.bucket}/runs/a/processes/1.json")
-        os.kill(json.loads(status)["pid"], signal.SIGKILL)
+        os.kill(pid_of(path, 1), signal.SIGKILL)
         assert 6 not in place.steps("a")[0]
     assert "Restarting all 2 processes" in ended(process, path)
     assert place.steps("a") == ({3, 6}, {3, 6})
