@@ -131,6 +131,7 @@ def test_a_process_is_lost_if_its_status_stays_the_same():
     assert lost_after(101.0, running) == (running, reason)
     assert lost_after(600.0, {"process": 1}) is None  # it has not published one yet
     assert lost_after(601.0, {"process": 1})
+    assert lost_after(101.0, row(1, 7, "step", state="lost a peer"))  # and it has exited
     assert lost_after(101.0, row(1, 7, "step", state="ended")) is None
 
 
