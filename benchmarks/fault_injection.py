@@ -329,7 +329,9 @@ def measure_goodput(
       seed: Of the times of the failures.
     """
     draw = random.Random(seed)
-    arguments = (f"steps={steps}", "checkpoint_period=50", "eval_interval=-1")
+    # At a low learning rate: hundreds of steps on such a text are unstable otherwise.
+    keys = ("checkpoint_period=50", "eval_interval=-1", "learning_rate=1e-3")
+    arguments = (f"steps={steps}", *keys)
     name = f"goodput_{rate:g}"
     next_failure = time.monotonic()
     num_failures = 0
