@@ -60,17 +60,17 @@ def find_optimum(losses: Mapping[float, float | None], key: str = RATE_KEY) -> R
         return RateOptimum(best, 1)
     if losses[factors[index + 1]] is None or losses[factors[index - 1]] is None:
         return RateOptimum(best, 0)
-    near = factors[max(index - _NEIGHBORS, 0) : index + _NEIGHBORS + 1]
-    near = [factor for factor in near if factor in completed]
-    x = np.log(near) - math.log(best)
-    curvature, slope, _ = np.polyfit(x, [completed[factor] for factor in near], 2)
-    if curvature <= 0:
-        return RateOptimum(best, 0)
-    # Nearer to the best than to its neighbors, as the minimum of a parabola through these three is.
-    # That of a fit to more points may lie anywhere, at a neighbor that was tried and is worse.
+    # The minimum of a parabola through three points lies nearer to the best of them than to the
+    # others. That of a fit to more may lie anywhere, at a neighbor that was tried and is worse.
     low, high = math.log(factors[index - 1] / best) / 2, math.log(factors[index + 1] / best) / 2
-    vertex = min(max(-slope / (2 * curvature), low), high)
-    return RateOptimum(best * math.exp(vertex), 0)
+    for num_neighbors in (_NEIGHBORS, 1):
+        near = factors[max(index - num_neighbors, 0) : index + num_neighbors + 1]
+        near = [factor for factor in near if factor in completed]
+        x = np.log(near) - math.log(best)
+        curvature, slope, _ = np.polyfit(x, [completed[factor] for factor in near], 2)
+        if curvature > 0 and low <= -slope / (2 * curvature) <= high:
+            return RateOptimum(best * math.exp(-slope / (2 * curvature)), 0)
+    return RateOptimum(best, 0)  # equal losses
 
 
 def factors_of_round(

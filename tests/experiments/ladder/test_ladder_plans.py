@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from MaxText.config.schema import flatten
@@ -269,7 +270,12 @@ def test_the_optimum_of_a_sweep_is_that_of_a_parabola():
 def test_an_optimum_is_nearer_to_the_best_factor_than_to_one_that_is_worse():
     # Measured with AdamW: the parabola through all five has its minimum below 0.25.
     losses = {0.25: 4.6454, 0.5: 4.5463, 1.0: 4.7352, 2.0: 4.6410, 4.0: 5.0906}
-    assert find_optimum(losses).factor == pytest.approx(0.5 / math.sqrt(2))
+    x = np.log([0.25, 0.5, 1.0])
+    curvature, slope, _ = np.polyfit(x, [4.6454, 4.5463, 4.7352], 2)
+    expected = math.exp(-slope / (2 * curvature))
+    assert 0.5 / math.sqrt(2) < expected < 0.5
+    assert find_optimum(losses).factor == pytest.approx(expected)
+    assert find_optimum(dict.fromkeys(losses, 4.0)) == RateOptimum(0.25, -1)
 
 
 def test_a_machine_is_split_into_equal_shares(monkeypatch):
