@@ -72,8 +72,11 @@ def test_the_coordinator_gone_or_stuck_ends_the_other(what, code, told, tmp_path
         if what == "freeze":
             group.processes[0].kill()
         assert group.codes()[0] == code
-        assert told.format(host=socket.gethostname()) in group.output(1)
-        assert what == "kill" or "), last seen in " in group.output(1)
+        output = group.output(1)
+    if what == "freeze" and "process 1 of 2 has made no progress for " in output:
+        return  # its own time in a step was over at the same moment
+    assert told.format(host=socket.gethostname()) in output
+    assert what == "kill" or "), last seen in " in output
 
 
 AGREEING = """

@@ -165,7 +165,7 @@ def test_a_bucket_that_never_answers(place):
         said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_ERROR)
     assert "gs://" in said
     # In mid-run: TensorStore goes on trying, and the watchdog ends the process.
-    with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items")):
+    with place.emulator.failing(Fault(503, "POST /upload.*name=runs.*checkpoints.*items.*ocdbt")):
         place.train(place.bucket, "run_name=a", "heartbeat_timeout=10", code=exit_codes.STALLED)
     place.train(place.bucket, "run_name=a")
     assert place.steps("a")[0] >= {11}
