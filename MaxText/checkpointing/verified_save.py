@@ -87,7 +87,7 @@ class _VerifiedHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
             problem = str(error)
             raise
         finally:
-            _coordinator().key_value_set(key, json.dumps(problem))
+            peers.connected_client().key_value_set(key, json.dumps(problem))
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
@@ -117,15 +117,11 @@ def _verification_key(folder: str) -> str:
     return f"maxtext/verified/{folder}/{_num_verifications[folder]}"
 
 
-def _coordinator() -> peers.KeyValueStore:
-    client = peers.coordinator_client()
-    assert client is not None, "several processes have a coordinator"
-    return client
-
-
 def _wait_for_verification(key: str) -> None:
     """Waits for process 0; CheckpointCorruptedError if it found the folder incomplete."""
-    problem = json.loads(_coordinator().blocking_key_value_get(key, _VERIFICATION_MILLISECONDS))
+    problem = json.loads(
+        peers.connected_client().blocking_key_value_get(key, _VERIFICATION_MILLISECONDS)
+    )
     if problem is not None:
         raise CheckpointCorruptedError(f"process 0: {problem}")
 

@@ -111,7 +111,8 @@ def _groups(weights: WeightSource) -> Iterator[list[str]]:
         size = math.prod(spec.shape) * weights.formats[name].itemsize
         if group and num_bytes + size > _WRITE_BYTES:
             yield group
-            group, num_bytes = [], 0
+            group = []
+            num_bytes = 0
         group.append(name)
         num_bytes += size
     yield group

@@ -53,8 +53,6 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
     """Returns a run with its cost; UserError if its batch does not fit."""
 
     def batch_size_of(per_device: float) -> int:
-        if config.batch.global_batch_size:
-            return config.batch.global_batch_size
         rows = per_device * num_devices
         if rows != int(rows):
             raise UserError(

@@ -59,10 +59,12 @@ def read_launch_options(launch: str, text: str) -> tuple[LaunchOptions | None, l
     parsed = read_options(ENGINES[launch], words, takes_keys=False)
     problems = [*parsed.problems]
     unexpected = [*parsed.operands, *parsed.config_files]
-    own = [f"--{name.replace('_', '-')}" for name in _SET_PER_ARRAY if name in parsed.given]
-    if unexpected or own:
+    set_per_array = [
+        f"--{name.replace('_', '-')}" for name in _SET_PER_ARRAY if name in parsed.given
+    ]
+    if unexpected or set_per_array:
         message = (
-            f"launch_options: {' '.join(unexpected + own)} cannot be given: these are "
+            f"launch_options: {' '.join(unexpected + set_per_array)} cannot be given: these are "
             "options of launch.py that all runs share"
         )
         problems.append(ConfigIssue(message, location))

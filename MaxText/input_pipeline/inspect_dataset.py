@@ -131,8 +131,6 @@ class Inspection:
             )
 
         def batch_size_of(per_device: float) -> int:
-            if config.batch.global_batch_size:
-                return config.batch.global_batch_size
             count = per_device * num_devices
             if count != int(count):
                 raise UserError(

@@ -54,8 +54,8 @@ def open_batches(
 ) -> tuple[TrainIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches. Collective.
 
-    Of the processes that share a cache (data_cache_dir), the first opens the data before the
-    others, which find its imports and indices there.
+    Of the processes that share a cache (data_cache_dir), the first opens the data and fills the
+    cache with imports and indices; then the others open the data from the cache.
 
     Args:
       config: The run's configuration.

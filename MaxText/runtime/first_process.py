@@ -67,9 +67,7 @@ class _Block:
 
     def __init__(self, task: str, folder: str):
         """Finds the first process that sees the folder. Collective."""
-        client = peers.coordinator_client()
-        assert client is not None, "several processes have a coordinator"
-        self._client = client
+        self._client = peers.connected_client()
         self._process = peers.coordinator_process()
         self._task = task
         self._prefix = f"maxtext/first_process/{next(_block_numbers)}"

@@ -66,6 +66,13 @@ def coordinator_client() -> KeyValueStore | None:
     return global_state.client
 
 
+def connected_client() -> KeyValueStore:
+    """Returns the client of the coordinator in a run of several processes, which has one."""
+    client = coordinator_client()
+    assert client is not None, "several processes have a coordinator"
+    return client
+
+
 def coordinator_process() -> int:
     """Returns the index of this process; unlike jax.process_index, it initializes no device."""
     from jax._src.distributed import global_state

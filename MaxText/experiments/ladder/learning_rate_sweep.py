@@ -68,8 +68,11 @@ def find_optimum(losses: Mapping[float, float | None], key: str = RATE_KEY) -> R
         near = [factor for factor in near if factor in completed]
         x = np.log(near) - math.log(best)
         curvature, slope, _ = np.polyfit(x, [completed[factor] for factor in near], 2)
-        if curvature > 0 and low <= -slope / (2 * curvature) <= high:
-            return RateOptimum(best * math.exp(-slope / (2 * curvature)), 0)
+        if curvature <= 0:
+            continue
+        vertex = -slope / (2 * curvature)
+        if low <= vertex <= high:
+            return RateOptimum(best * math.exp(vertex), 0)
     return RateOptimum(best, 0)  # equal losses
 
 

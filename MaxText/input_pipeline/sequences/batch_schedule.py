@@ -86,10 +86,11 @@ def schedule_batches(
     Args:
       section: The batch keys.
       sequence_length: max_target_length.
-      batch_size_of: Converts a per_device_batch_size to sequences over all devices.
+      batch_size_of: Converts a per_device_batch_size to sequences over all devices. Not called
+        with a global_batch_size, which says how many there are and has no ramp-up.
     """
     sizes = _rampup_sizes(section)
-    ramp = [(0, batch_size_of(sizes[0]))]
+    ramp = [(0, section.global_batch_size or batch_size_of(sizes[0]))]
     sequences_per_stage = math.ceil(section.global_rampup_samples / max(len(sizes) - 1, 1))
     for size in sizes[1:]:
         first_step, batch_size = ramp[-1]
