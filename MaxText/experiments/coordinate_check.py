@@ -176,8 +176,9 @@ def sizes_at_width(model: ModelConfig, width: int, smallest: int) -> dict[str, i
     """Returns the keys of a model's sizes at another width, in proportion.
 
     All widths share one head_dim: that of the model, or a smaller power of two so that there are
-    two heads or more at the smallest width. The number of heads is in proportion, and so is that of
-    key/value heads if the ratio allows it.
+    two heads or more at the smallest width. The number of heads is in proportion. As many of them
+    share a key/value head at all widths: as in the model, or fewer if the smallest width has too
+    few heads.
 
     Args:
       model: The model.
@@ -188,9 +189,11 @@ def sizes_at_width(model: ModelConfig, width: int, smallest: int) -> dict[str, i
     largest_head = min(dimensions.head_dim, max(smallest // 2, 2))
     head_dim = 2 ** int(math.log2(largest_head))
     query_width = dimensions.num_query_heads * dimensions.head_dim / dimensions.emb_dim
-    group = dimensions.num_query_heads // dimensions.num_kv_heads
-    num_heads = max(round(query_width * width / head_dim), 1)
-    num_kv_heads = num_heads // group if num_heads % group == 0 else num_heads
+    smallest_num_heads = max(round(query_width * smallest / head_dim), 1)
+    heads_per_kv_head = math.gcd(
+        dimensions.num_query_heads // dimensions.num_kv_heads, smallest_num_heads
+    )
+    num_kv_heads = max(round(query_width * width / head_dim / heads_per_kv_head), 1)
     keys = model.values_by_key()
     factor = width / dimensions.emb_dim
     names = [name for name in _PROPORTIONAL_KEYS if keys[name] != -1]
@@ -200,7 +203,7 @@ def sizes_at_width(model: ModelConfig, width: int, smallest: int) -> dict[str, i
     return proportional | {
         "global_parameter_scale": 1,
         "base_emb_dim": width,
-        "base_num_query_heads": num_heads,
+        "base_num_query_heads": num_kv_heads * heads_per_kv_head,
         "base_num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
     }

@@ -93,6 +93,22 @@ def test_widths_differ_in_all_sizes():
         coordinate_check.models_of(config, plan_of(16, 32, depths=(2, 3)), "depth")
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "expected"),
+    [
+        (8, [(2, 2), (4, 4), (16, 16)]),
+        (4, [(2, 1), (4, 2), (16, 8)]),
+        # Two heads at the smallest width: no four of them can share one.
+        (2, [(2, 1), (4, 2), (16, 8)]),
+    ],
+)
+def test_as_many_heads_share_a_kv_head_at_all_widths(num_kv_heads, expected):
+    config = config_of("llama2", "mup", base_num_kv_heads=num_kv_heads)
+    configs = coordinate_check.models_of(config, plan_of(16, 32, 128), "width")
+    dimensions = [config.model.shape.dimensions for config in configs.values()]
+    assert [(sizes.num_query_heads, sizes.num_kv_heads) for sizes in dimensions] == expected
+
+
 def test_slopes_are_those_of_least_squares():
     x, y = np.log([64, 64, 128, 256]), np.log([2.0, 2.2, 3.9, 8.0])
     slope = fit_slope(x, y)
