@@ -72,6 +72,7 @@ def train(
 
     # --- Devices ----------------------------------------------------------------------------------
     _print_lines(start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout))
+    start_up.assert_same_config(flatten(config))  # before a process waits for another
     if not config.preparation.prepare_source:
         check_sources(config)
 
@@ -99,7 +100,6 @@ def train(
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     layout_lines: list[str] = []
     config = choose_layout_for_devices(config, devices, layout_lines.append)
-    start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     requested_batch = config.batch
     config = resolve_global_batch(config, sharding, layout_lines.append)
