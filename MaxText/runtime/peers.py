@@ -34,7 +34,7 @@ ENDED = "ended"
 
 # After a failure that all processes read: until all know it, and until they have exited.
 _TOLD_SECONDS = 10.0
-_EXIT_SECONDS = 2.0
+EXIT_SECONDS = 2.0
 
 _STATUS = "maxtext/processes/"
 _VERDICT = "maxtext/lost_process"
@@ -109,7 +109,7 @@ def wait_until_told(barrier: str) -> None:
     """
     with contextlib.suppress(RuntimeError):
         connected_client().wait_at_barrier(barrier, milliseconds(_TOLD_SECONDS))
-    keep_coordinator(coordinator_process(), _EXIT_SECONDS)
+    keep_coordinator(coordinator_process(), EXIT_SECONDS)
 
 
 def milliseconds(seconds: float) -> int:

@@ -113,7 +113,7 @@ def test_an_error_after_the_commit_is_told_as_what_it_is(tmp_path, monkeypatch):
         response = save(*arguments, **options)
         return SimpleNamespace(result=lambda: [response.result(), os.listdir(tmp_path / "none")])
 
-    def fail_to_delete(retention, step):
+    def fail_to_delete(retention, steps):
         raise PermissionError("in use")
 
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_an_error_after_the_commit_is_told_as_what_it_is(tmp_path, monkeypatch):
         state, _ = save_steps(checkpoints, state, [1])
     assert checkpoints.steps() == [0, 1]
     with monkeypatch.context() as patch:
-        patch.setattr(Retention, "_delete", fail_to_delete)
+        patch.setattr(Retention, "delete", fail_to_delete)
         state, _ = save_steps(checkpoints, state, [2])
     assert checkpoints.steps() == [0, 1, 2]
     save_steps(checkpoints, state, [3])

@@ -197,14 +197,14 @@ def finish_save(checkpoints):
 def test_a_kill_leaves_the_marks_of_checkpoints_that_exist(
     tmp_path, monkeypatch, moment, healthy_steps
 ):
-    delete = Retention._delete
+    delete = Retention.delete
 
     def fail_before_commit(directory):
         raise CheckpointCorruptedError("killed")
 
-    def kill_in_deletion(retention, step):
+    def kill_in_deletion(retention, steps):
         if moment == "after a deletion":
-            delete(retention, step)
+            delete(retention, steps)
         raise KilledError
 
     checkpoints = open_run(tmp_path, healthy_steps, max_to_keep=1)
@@ -213,7 +213,7 @@ def test_a_kill_leaves_the_marks_of_checkpoints_that_exist(
     if moment == "before the commit":
         monkeypatch.setattr(verified_save, "verify_arrays", fail_before_commit)
     else:
-        monkeypatch.setattr(Retention, "_delete", kill_in_deletion)
+        monkeypatch.setattr(Retention, "delete", kill_in_deletion)
     train(checkpoints, [4])
     healthy = {2, 3} if healthy_steps else {3, 4}
     finish_save(checkpoints)

@@ -162,7 +162,7 @@ def coordinator(monkeypatch):
     store = Coordinator()
     monkeypatch.setattr(peers, "connected_client", lambda: store)
     monkeypatch.setattr(peers, "coordinator_process", lambda: int(threading.current_thread().name))
-    monkeypatch.setattr(peers, "_EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
     processes.mark_initialized(3)
     yield store
     processes.mark_initialized(1)
