@@ -16,7 +16,7 @@ knows about a state (`HealthEvidence`) and is asked
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 from etils import epath
@@ -57,6 +57,9 @@ class HealthyCheckpoints:
     """Decides which states are healthy; remembers healthy checkpoints over restarts.
 
     Steps must be observed in order. All processes observe the same steps, and so decide alike.
+
+    A mark may be in the file before its checkpoint is complete, and after it was deleted. So a
+    killed run never loses the mark of a checkpoint; a step counts if its checkpoint exists, too.
 
     Args:
       folder: The folder of the run's checkpoints; the list is its file healthy.json.
@@ -182,10 +185,18 @@ class HealthyCheckpoints:
 
     @functools.cached_property
     def steps(self) -> set[int]:
-        """The healthy checkpoints; some may have been deleted since."""
+        """The steps with a mark; some may have no checkpoint yet, or no more."""
         consequence = "no checkpoint counts as healthy"
         self._written = read_run_file(self._folder, "healthy", self._log, consequence) or []
         return set(self._written)
+
+    def begin_save(self, step: int) -> None:
+        """Makes a checkpoint that is about to be written a candidate; forgets an earlier mark.
+
+        A killed save, or one of an abandoned past, may have left a mark of the same step.
+        """
+        self.forget(lambda saved: saved == step)
+        self.add_candidate(step)
 
     def add_candidate(self, step: int) -> None:
         """Makes a saved checkpoint a candidate, or promotes it if it needs no accepted step."""
@@ -209,16 +220,19 @@ class HealthyCheckpoints:
             step: count for step, count in self._candidates.items() if not is_gone(step)
         }
 
-    def steps_to_preserve(self) -> set[int]:
+    def steps_to_preserve(self, steps: Collection[int]) -> set[int]:
         """Returns the newest healthy step and the first candidate after it that can become healthy.
 
         Without the latter, retention would delete each candidate before it becomes healthy. One
         that accepted steps cannot make healthy would take the place of all later ones.
+
+        Args:
+          steps: The checkpoints on disk, and one that is being written.
         """
-        newest = max(self.steps, default=-1)
+        newest = max(self.steps.intersection(steps), default=-1)
         later_candidates = (
             step
-            for step in self._candidates
+            for step in self._candidates.keys() & set(steps)
             if step > newest and self.is_healthy(self._evidence(step, math.inf))
         )
         next_candidate = min(later_candidates, default=-1)
@@ -231,28 +245,27 @@ class HealthyCheckpoints:
         """Whether the file differs from the healthy checkpoints."""
         return sorted(self.steps) != self._written
 
-    def write(self, is_finalized: Callable[[int], bool]) -> None:
-        """Writes the file atomically. Raises OSError.
+    def write(self) -> None:
+        """Writes the file atomically if it differs. Raises OSError."""
+        if not self.changed:
+            return
+        steps = sorted(self.steps)
+        write_json_with_digest(self._folder / "healthy.json", "healthy", steps)
+        self._written = steps
 
-        Args:
-          is_finalized: Whether a checkpoint is complete on disk; others are left out for now. Not
-            called for checkpoints that are in the file already.
+    def try_write(self) -> bool:
+        """Writes the file on process 0 if it differs; logs a failure, to be repeated later.
+
+        Returns:
+          Whether the file is up to date; True on the other processes, which do not write it.
         """
-        finalized = sorted(
-            step for step in self.steps if step in self._written or is_finalized(step)
-        )
-        if finalized == self._written:
-            return
-        write_json_with_digest(self._folder / "healthy.json", "healthy", finalized)
-        self._written = finalized
-
-    def write_if_changed(self, is_finalized: Callable[[int], bool]) -> None:
-        """Writes the file on process 0 if necessary; logs a failure, to be repeated later."""
-        if jax.process_index() != 0 or not self.changed:
-            return
+        if jax.process_index() != 0:
+            return True
         try:
-            self.write(is_finalized)
+            self.write()
         except OSError as error:
             self._log(
                 f"WARNING: cannot write the list of healthy checkpoints: {error}. Retrying later."
             )
+            return False
+        return True

@@ -10,7 +10,6 @@ The work is done by four parts, which share the list of checkpoints on disk:
 Checkpoints that damage or a broken state makes unusable are never deleted but renamed.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import LiteralPath
 from MaxText.value_types import JsonObject, PyTree
 
-_CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
+_HEALTH_RETRY_SECONDS = 2.0  # after the list of healthy checkpoints could not be written
 
 
 class RestoredCheckpoint(NamedTuple):
@@ -83,7 +82,7 @@ class CheckpointManager:
         )
         self._rollback_record = RollbackRecord(self.directory, self._log)
         self._stored: dict[int, StoredCheckpoint] = {}  # with the metadata that were read
-        self._health_written_at = -math.inf  # time.monotonic() of the last attempt
+        self._health_retry_at = 0.0  # time.monotonic() from which to write after a failure
 
     def _log(self, line: str) -> None:
         self.log(line)
@@ -131,10 +130,6 @@ class CheckpointManager:
         """Blocks until the background save completes; UserError if it failed."""
         self._saver.wait(is_last=True)
 
-    def close(self) -> None:
-        """Waits for the last save; UserError if it failed."""
-        self.wait()
-
     # --- Health -----------------------------------------------------------------------------------
 
     def observe_steps(self, last_step: int, last_skipped: int) -> None:
@@ -146,10 +141,10 @@ class CheckpointManager:
         self.health.observe_steps(last_step, last_skipped)
         if not self._config.enable_checkpointing:
             return
-        # A checkpoint may be promoted before its save completes; check again later, do not block.
-        if self.health.changed and time.monotonic() > self._health_written_at + _CHECK_SECONDS:
-            self._health_written_at = time.monotonic()
-            self._write_health()
+        if time.monotonic() < self._health_retry_at:
+            return
+        if not self.health.try_write():
+            self._health_retry_at = time.monotonic() + _HEALTH_RETRY_SECONDS
 
     def promote_final(self, last_step: int, problems: Sequence[str] = ()) -> bool:
         """Promotes the final checkpoint if the final state is healthy. Collective.
@@ -172,7 +167,6 @@ class CheckpointManager:
         self._saver.wait(is_last=True)
         if self._listing.is_finalized(last_step):
             self.health.promote(last_step)
-            self._write_health()
             self._retention.delete_old()
         return True
 
@@ -187,9 +181,6 @@ class CheckpointManager:
         if before_step is not None:
             healthy_steps = {step for step in healthy_steps if step < before_step}
         return max(healthy_steps, default=None)
-
-    def _write_health(self) -> None:
-        self.health.write_if_changed(self._listing.ask_finalized)
 
     # --- Rollbacks --------------------------------------------------------------------------------
 

@@ -27,8 +27,11 @@ UNHEALTHY = "unhealthy"
 class Retention:
     """Decides which checkpoints a run keeps, and removes the others.
 
-    Before a checkpoint is deleted or renamed, it goes from the list of healthy ones: a process
-    killed in between must not roll back to a checkpoint that is gone.
+    A process killed at any moment leaves the list of healthy checkpoints in healthy.json usable:
+
+    - before old checkpoints are deleted, the marks of all that stay are in the file;
+    - before a checkpoint of an abandoned past or of a broken state is deleted or renamed, its mark
+      goes from the file, because a killed run must not roll back to one of them.
     """
 
     def __init__(
@@ -52,31 +55,35 @@ class Retention:
         """Returns which of the checkpoints `steps` (ascending) to keep.
 
         They are the newest `max_to_keep`, every `keep_period`-th step, the newest healthy one and
-        the next that can become healthy. The set may contain steps that are not in `steps`.
+        the next that can become healthy.
         """
         config = self._config
         if config.max_to_keep is None:
             return set(steps)
-        kept_steps = {*steps[-config.max_to_keep :], *self._health.steps_to_preserve()}
+        kept_steps = {*steps[-config.max_to_keep :], *self._health.steps_to_preserve(steps)}
         if config.keep_period is not None:
             kept_steps |= {step for step in steps if step % config.keep_period == 0}
         return kept_steps
 
-    def forget_old(self, saved_step: int | None = None) -> list[int]:
-        """Returns the steps that are not kept, and removes them from the lists of checkpoints.
+    def old_steps(self, saved_step: int | None = None) -> list[int]:
+        """Returns the steps of checkpoints that are not kept.
 
         Args:
           saved_step: The step of a save in progress, which counts as the newest.
         """
         steps = self._listing.finalized | ({saved_step} if saved_step is not None else set())
-        remaining_steps = steps & self.steps_to_keep(sorted(steps))
-        old_steps = sorted(steps - remaining_steps)
-        self._listing.finalized -= set(old_steps)
-        self._health.forget(lambda healthy: healthy not in remaining_steps)
-        return old_steps
+        return sorted(steps - self.steps_to_keep(sorted(steps)))
+
+    def forget(self, old_steps: Collection[int]) -> None:
+        """Removes checkpoints from the list, and marks of those that are not in it (any more).
+
+        Processes must do so alike, as they choose the target of a rollback each by itself.
+        """
+        self._listing.discard(old_steps)
+        self._health.forget(lambda healthy: healthy not in self._listing.finalized)
 
     def delete(self, steps: Sequence[int]) -> None:
-        """Deletes checkpoints, on process 0; the steps are those of `forget_old`."""
+        """Deletes checkpoints, on process 0. Changes no list, so that a thread may call it."""
         if jax.process_index() == 0:
             for step in steps:
                 self._delete(step)
@@ -86,13 +93,21 @@ class Retention:
 
         A failure is logged: the next save deletes them.
         """
+        old_steps = self.old_steps()
+        is_written = self._health.try_write()
+        self.forget(old_steps)
         try:
-            self.delete(self.forget_old())
+            if is_written:
+                self.delete(old_steps)
         except Exception as error:  # storage clients raise anything
-            self._log(f"WARNING: cannot delete old checkpoints: {error}.")
-            with contextlib.suppress(OSError):
-                self._listing.steps()
-        self._health.write_if_changed(self._listing.ask_finalized)
+            self.log_undeleted(f"cannot delete old checkpoints: {error}")
+        self._health.try_write()
+
+    def log_undeleted(self, problem: str) -> None:
+        """Logs why old checkpoints are still on disk, and lists them for the next save."""
+        self._log(f"WARNING: {problem}. Old checkpoints are deleted after the next save.")
+        with contextlib.suppress(OSError):
+            self._listing.steps()
 
     # --- Checkpoints of an abandoned past ---------------------------------------------------------
 
@@ -118,7 +133,7 @@ class Retention:
         """Renames the checkpoints marked as corrupted. Collective."""
         if not self._corrupted:
             return
-        self._health.write_if_changed(self._listing.ask_finalized)
+        self._health.try_write()
         self._rename(self._corrupted, UNREADABLE)
         self._corrupted.clear()
 
@@ -132,7 +147,7 @@ class Retention:
         if not steps:
             return
         # Before the renaming: a process killed in between must not roll back to one of these.
-        self._health.write_if_changed(self._listing.ask_finalized)
+        self._health.try_write()
         self._rename(steps, UNHEALTHY)
 
     def _rename(self, steps: Collection[int], suffix: str) -> None:
@@ -159,7 +174,7 @@ class Retention:
         newer_steps = [step for step in listed if step > last_step]
         self._health.forget(lambda step: step > last_step)
         # Before the deletion: a process killed in between must not resume from one of these.
-        self._health.write_if_changed(self._listing.ask_finalized)
+        self._health.try_write()
 
         def remove() -> None:
             self.remove_partial()

@@ -82,7 +82,8 @@ class CheckpointSaver:
         self._log = log
         self._context: ocp.Context | None = None  # created by the first save
         self._saving: int | None = None  # step being written
-        self._completion: Future[None] | None = None  # of that save
+        self._completion: Future[str] | None = None  # of that save: see _finish
+        self._old_steps: list[int] = []  # that are deleted after that save
         self._num_failures = 0  # consecutive failed saves
 
     def save(
@@ -110,7 +111,9 @@ class CheckpointSaver:
             if not all_succeed("checking the checkpoint folder", lambda: self._can_write(step)):
                 self._saving = None
                 return False
-            self._health.add_candidate(step)
+            self._health.begin_save(step)
+            # Before anything is deleted. A save is worth more than the space of old checkpoints.
+            is_deletion_safe = self._health.try_write()
             with self._open_context():
                 response = ocp.save_checkpointables_async(
                     self._directory / str(step),
@@ -124,9 +127,11 @@ class CheckpointSaver:
         except Exception as error:  # Orbax and storage clients raise anything
             self._fail(error)
             return False
-        old_steps = self._retention.forget_old(step)
+        self._old_steps = self._retention.old_steps(step)
         background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._completion = background.submit(self._finish, response, old_steps)
+        self._completion = background.submit(
+            self._finish, response, self._old_steps, is_deletion_safe=is_deletion_safe
+        )
         background.shutdown(wait=False)
         if not self._config.async_checkpointing:
             self.wait()
@@ -149,25 +154,48 @@ class CheckpointSaver:
         threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
             try:
-                self._completion.result()
+                problem = self._completion.result()
             finally:
                 done.set()
         except Exception as error:
             if not self._listing.is_finalized(self._saving):
                 self._fail(error, is_last=is_last)
                 return
-            self._log(
-                f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
-                f"{error}. Retrying after the next save."
+            problem = (
+                f"the save of step {self._saving} failed after its checkpoint was complete: {error}"
             )
-            with contextlib.suppress(OSError):
-                self._listing.steps()
         self._complete()
+        if problem:
+            self._retention.log_undeleted(problem)
 
-    def _finish(self, response: "ocp.AsyncResponse[None]", old_steps: Sequence[int]) -> None:
-        """Waits for Orbax, and deletes old checkpoints once there is a newer one. In a thread."""
+    def _finish(
+        self,
+        response: "ocp.AsyncResponse[None]",
+        old_steps: Sequence[int],
+        *,
+        is_deletion_safe: bool,
+    ) -> str:
+        """Waits for Orbax, and deletes old checkpoints once there is a newer one. In a thread.
+
+        Args:
+          response: Of Orbax; its errors are raised.
+          old_steps: The checkpoints to delete.
+          is_deletion_safe: Whether the marks of healthy checkpoints are on disk.
+
+        Returns:
+          Why old checkpoints were not deleted, which does not undo the save; empty if they were.
+        """
         response.result()
-        self._retention.delete(old_steps)
+        if not old_steps:
+            return ""
+        reason = "the list of healthy checkpoints could not be written"
+        if is_deletion_safe:
+            try:
+                self._retention.delete(old_steps)
+                return ""
+            except Exception as error:  # storage clients raise anything
+                reason = str(error)
+        return f"cannot delete old checkpoints after saving step {self._saving}: {reason}"
 
     def _warn_until(self, done: threading.Event) -> None:
         """Logs a warning once a minute until `done` is set; runs in a thread."""
@@ -183,10 +211,11 @@ class CheckpointSaver:
         """Records that the save in progress succeeded."""
         assert self._saving is not None
         self._listing.finalized.add(self._saving)
+        self._retention.forget(self._old_steps)
         self._saving = None
         self._completion = None
         self._num_failures = 0
-        self._health.write_if_changed(self._listing.ask_finalized)
+        self._health.try_write()
 
     def _fail(self, error: Exception, *, is_last: bool = False) -> None:
         """Logs a failed save, or raises UserError as the class documents."""

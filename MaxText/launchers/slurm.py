@@ -150,17 +150,14 @@ def _render(
     )
 
 
-def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log: Log) -> str:
-    """Writes the batch script to the log folder and submits it.
+def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log: Log) -> None:
+    """Writes the batch script to the log folder, submits it, and prints the job id.
 
     Args:
       job: Options of the job; `name` and `log_dir` are set.
       arguments: Arguments of train.py.
       commands: Runs sbatch, or prints it in a dry run.
       log: Prints a line.
-
-    Returns:
-      The job id; empty in a dry run.
 
     Raises:
       UserError: The script cannot be written, or sbatch fails.
@@ -169,7 +166,6 @@ def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log:
     job_id = _submit(Path(job.log_dir, f"{job.name}.sh"), script, commands)
     if not commands.dry_run:
         log(f"job {job_id}; output in {job.log_dir}/{job_id}-<process>.log")
-    return job_id
 
 
 def submit_array(options: SlurmOptions, array: JobArray, commands: Commands, log: Log) -> str:

@@ -72,6 +72,7 @@ def train(
 
     # --- Devices ----------------------------------------------------------------------------------
     _print_lines(start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout))
+    start_up.assert_same_config(flatten(config))  # before a process waits for another
     if not config.preparation.prepare_source:
         check_sources(config)
 
@@ -99,7 +100,6 @@ def train(
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
     layout_lines: list[str] = []
     config = choose_layout_for_devices(config, devices, layout_lines.append)
-    start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     requested_batch = config.batch
     config = resolve_global_batch(config, sharding, layout_lines.append)
@@ -349,17 +349,17 @@ def _run_to_the_end(
         stack.callback(run_logger.close)
         stack.callback(processes.shutdown)
         stack.callback(watchdog.leave)
-        stack.callback(checkpoints.close)
+        stack.callback(checkpoints.wait)
         end = stack.enter_context(loop.recorded_end(run_logger, training.records.metric_logger))
         watchdog.enter("compile", training.schedule.step)
         with events.timed("compile", step=training.schedule.step) as fields:
             fields |= compiling.result()
         reason = training.run(evaluation_is_due)
         if reason == loop.STORAGE_FAILED:
-            checkpoints.close()
+            checkpoints.wait()
             end.reason = "error"
         elif reason == loop.PREEMPTED:
-            checkpoints.close()
+            checkpoints.wait()
             print(preemption.summary(checkpoints.latest_step(), training.config.run.run_name))
             end.reason = reason
             end.exit_code = preemption.exit_code
@@ -403,7 +403,7 @@ def _finish(training: "Loop") -> None:
         run_logger=run_logger,
     )
     problem = training.judge_final_state()  # uses up the state
-    checkpoints.close()
+    checkpoints.wait()
     in_nats = is_in_nats(model)
     final_outputs.log_validation_loss(
         training.eval_loss,

@@ -5,7 +5,6 @@ import itertools
 import json
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,6 @@ _MAX_WAIT_HOURS = 24.0
 # Until all processes have come to a block. They start within minutes of each other.
 _MEETING_SECONDS = 3600.0
 _SECONDS_BEFORE_NOTICE = 10.0
-# After a failure: until all processes know it, and until they have exited. JAX aborts a process
-# without a coordinator, which runs in process 0.
-_TOLD_SECONDS = 10.0
-_EXIT_SECONDS = 2.0
 
 _ALL = "all"
 
@@ -73,10 +68,10 @@ class _Block:
         self._prefix = f"maxtext/first_process/{next(_block_numbers)}"
         self._first = 0
         markers = self._place_marker(folder)
-        self._barrier("placed", _MEETING_SECONDS)
+        self._meet("placed")
         with contextlib.suppress(OSError):
             self._first = next((n for n, marker in enumerate(markers) if marker.exists()), 0)
-        self._barrier("seen", _MEETING_SECONDS)
+        self._meet("seen")
         with contextlib.suppress(OSError):
             for marker in markers[self._process :]:
                 marker.unlink(missing_ok=True)
@@ -160,7 +155,7 @@ class _Block:
             # A new name, because network disks remember for a while that a file was missing.
             self._client.key_value_set(f"{self._prefix}/marker", f".{secrets.token_hex(8)}")
         name = self._client.blocking_key_value_get(
-            f"{self._prefix}/marker", _milliseconds(_MEETING_SECONDS)
+            f"{self._prefix}/marker", peers.milliseconds(_MEETING_SECONDS)
         )
         if is_url(folder):
             return []
@@ -173,14 +168,14 @@ class _Block:
             return []
         return markers
 
-    def _barrier(self, name: str, seconds: float) -> None:
-        self._client.wait_at_barrier(f"{self._prefix}/{name}", _milliseconds(seconds))
+    def _meet(self, name: str) -> None:
+        self._client.wait_at_barrier(f"{self._prefix}/{name}", peers.milliseconds(_MEETING_SECONDS))
 
     def _result_within(self, name: str, seconds: float) -> str | None:
         """Returns what was told of a process, or of _ALL; None if it was not in time."""
         try:
             return self._client.blocking_key_value_get(
-                f"{self._prefix}/result/{name}", _milliseconds(seconds)
+                f"{self._prefix}/result/{name}", peers.milliseconds(seconds)
             )
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
@@ -188,12 +183,4 @@ class _Block:
             raise
 
     def _wait_until_told(self) -> None:
-        """Waits, after a failure, until all processes know of it, or for some seconds."""
-        with contextlib.suppress(RuntimeError):
-            self._barrier("told", _TOLD_SECONDS)
-        if self._process == 0:
-            time.sleep(_EXIT_SECONDS)
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)
+        peers.wait_until_told(f"{self._prefix}/told")

@@ -8,6 +8,7 @@ the coordinator answers them.
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +31,10 @@ FAILED = "failed"
 LOST_A_PEER = "lost a peer"
 STUCK = "stuck"
 ENDED = "ended"
+
+# After a failure that all processes read: until all know it, and until they have exited.
+_TOLD_SECONDS = 10.0
+EXIT_SECONDS = 2.0
 
 _STATUS = "maxtext/processes/"
 _VERDICT = "maxtext/lost_process"
@@ -78,6 +83,38 @@ def coordinator_process() -> int:
     from jax._src.distributed import global_state
 
     return global_state.process_id
+
+
+def keep_coordinator(process: int, seconds: float) -> None:
+    """Waits for some seconds in the process whose part the coordinator is.
+
+    Call it before an exit that the others do not expect: once the coordinator is gone, jax aborts
+    them before they can read and say what happened.
+
+    Args:
+      process: Index of this process.
+      seconds: Time that the others take to read what happened, and to exit.
+    """
+    if process == 0:
+        time.sleep(seconds)
+
+
+def wait_until_told(barrier: str) -> None:
+    """Waits, after a failure that all processes read, until they know of it and exit.
+
+    Returns after some seconds even if a process does not come.
+
+    Args:
+      barrier: Name of a barrier of this failure, the same in all processes.
+    """
+    with contextlib.suppress(RuntimeError):
+        connected_client().wait_at_barrier(barrier, milliseconds(_TOLD_SECONDS))
+    keep_coordinator(coordinator_process(), EXIT_SECONDS)
+
+
+def milliseconds(seconds: float) -> int:
+    """Returns a time limit in the unit of the coordinator's client."""
+    return round(seconds * 1000)
 
 
 class StatusBoard:

@@ -21,16 +21,17 @@ import dataclasses
 import faulthandler
 import glob
 import importlib.util
+import json
 import math
 import os
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.errors import UserError, first_line
-from MaxText.runtime import processes
+from MaxText.runtime import peers, processes
 
 DEFAULT_PORT = "1234"  # MaxText's
 # XLA_FLAGS of processes that examine programs: they compile fast, not well. XLA's counts stay.
@@ -52,6 +53,8 @@ _MACHINE_SPECIFIC_KEYS = {
     "prepare_num_workers",
     "grain_worker_count",
 }
+_CONFIG = "maxtext/config"  # prefix of keys of the coordinator
+_CONFIG_SECONDS = 300.0  # until all processes that have just been connected have said theirs
 
 
 def choose_platform(hardware: str) -> list[str]:
@@ -333,37 +336,66 @@ def find_devices(hardware: str) -> list[Any]:
 
 
 def assert_same_config(config_flat: Mapping[str, Any]) -> None:
-    """Raises UserError if the configurations of processes differ. Collective.
+    """Raises UserError in all processes if their configurations differ. Collective.
+
+    Call it once, right after `initialize_distributed`: what processes do together depends on their
+    configurations, and one with another configuration may wait for the others where they never
+    come. The processes compare through the coordinator, before they initialize devices.
 
     Args:
       config_flat: Values by key; keys that may differ between machines are not compared.
     """
     if processes.count() == 1:
         return
-    import numpy as np
-    from jax.experimental import multihost_utils
+    client = peers.connected_client()
+    process = peers.coordinator_process()
+    timeout = peers.milliseconds(_CONFIG_SECONDS)
+    digests = {
+        name: zlib.crc32(repr(value).encode())
+        for name, value in config_flat.items()
+        if name not in _MACHINE_SPECIFIC_KEYS
+    }
+    client.key_value_set(f"{_CONFIG}/{process}", json.dumps(digests))
+    if process == 0:
+        digests_by_process = [
+            json.loads(client.blocking_key_value_get(f"{_CONFIG}/{number}", timeout))
+            for number in range(processes.count())
+        ]
+        client.key_value_set(f"{_CONFIG}/difference", json.dumps(_difference(digests_by_process)))
+    difference = json.loads(client.blocking_key_value_get(f"{_CONFIG}/difference", timeout))
+    if difference:
+        peers.wait_until_told(f"{_CONFIG}/told")
+        raise UserError(difference)
 
-    names = sorted(set(config_flat) - _MACHINE_SPECIFIC_KEYS)
-    # Names first: another version has different keys, and then values do not line up.
-    name_texts = ["\n".join(names)]
-    for compared in (name_texts, [repr(config_flat[name]) for name in names]):
-        digests = np.array([zlib.crc32(text.encode()) for text in compared], np.uint32)
-        digests_by_process = np.asarray(multihost_utils.process_allgather(digests))
-        different_processes = np.flatnonzero(
-            (digests_by_process != digests_by_process[0]).any(axis=1)
+
+def _difference(digests_by_process: Sequence[Mapping[str, int]]) -> str:
+    """Returns which processes have another configuration than process 0; "" if none has.
+
+    Args:
+      digests_by_process: A digest of each value, by key, of each process.
+    """
+    first = digests_by_process[0]
+    of_other_versions = [
+        process
+        for process, digests in enumerate(digests_by_process)
+        if digests.keys() != first.keys()
+    ]
+    if of_other_versions:
+        return (
+            f"process {', '.join(map(str, of_other_versions))} knows other configuration keys than "
+            "process 0: it runs a different version of this program. Deploy the same version to "
+            "all machines."
         )
-        if not len(different_processes):
-            continue
-        processes_text = "process " + ", ".join(map(str, different_processes))
-        if compared is name_texts:
-            raise UserError(
-                f"{processes_text} knows other configuration keys than process 0: it runs a "
-                "different version of this program. Deploy the same version to all machines."
-            )
-        columns = np.flatnonzero((digests_by_process != digests_by_process[0]).any(axis=0))
-        keys = ", ".join(names[column] for column in columns)
-        raise UserError(
-            f"{processes_text} has other values of {keys} than process 0. "
-            "Give all processes the same configuration, and a run_name that does not contain the "
-            "time."
-        )
+    different = [process for process, digests in enumerate(digests_by_process) if digests != first]
+    if not different:
+        return ""
+    names = sorted(
+        name
+        for name in first
+        if any(digests[name] != first[name] for digests in digests_by_process)
+    )
+    return (
+        f"process {', '.join(map(str, different))} has other values of {', '.join(names)} than "
+        "process 0. Give all processes the same configuration, and a run_name that does not "
+        "contain the time."
+    )

@@ -149,13 +149,9 @@ class Watchdog:
         self._publish_now()
 
     def let_peers_report(self) -> None:
-        """Keeps the coordinator for a few seconds, if it is part of this process.
-
-        Call it before an exit that the others do not expect: once the coordinator is gone, jax
-        aborts them before they can read and say what happened.
-        """
-        if self._board is not None and self._index == 0:
-            time.sleep(2 * self._period)
+        """Keeps the coordinator until the others have read that this process exits."""
+        if self._board is not None:
+            peers.keep_coordinator(self._index, 2 * self._period)
 
     def describe_all(self, *, wait: bool = False) -> str:
         """Returns a table of all processes; empty for a single process.
@@ -276,13 +272,14 @@ class Watchdog:
         if self._row["state"] != peers.RUNNING or self._has_left.is_set():
             return  # it ends by itself, and says why
         self._row["state"] = peers.LOST_A_PEER
+        host = "an unknown host"
         since = ""
-        if "since" in row:
+        if "host" in row:  # it has published a status
+            host = f"{row['host']}, pid {row['pid']}"
             since = f", since {time.strftime('%H:%M:%S', time.gmtime(row['since']))} UTC"
         self._end(
-            f"error: lost process {row['process']} of {self._count} on "
-            f"{row.get('host', 'an unknown host')} ({row['reason']}), last seen in "
-            f"{peers.where(row)}{since}.",
+            f"error: lost process {row['process']} of {self._count} on {host} ({row['reason']}), "
+            f"last seen in {peers.where(row)}{since}.",
             "See the end of its log for the reason.",
         )
 

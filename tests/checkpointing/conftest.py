@@ -22,7 +22,7 @@ def saved_run(tmp_path_factory):
             kept[step] = on_host(state)
             metadata = checkpoint_metadata(CONFIG, state.params)
             checkpoints.save(step, state, {"step": step + 1, "seed": 5}, metadata)
-    checkpoints.close()
+    checkpoints.wait()
     return folder, kept
 
 

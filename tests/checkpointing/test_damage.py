@@ -188,7 +188,7 @@ def test_metadata_of_another_step_with_the_same_arrays_are_refused(tmp_path):
     for step in (0, 1):
         state = dataclasses.replace(state, step=jnp.int32(step + 1))
         checkpoints.save(step, state, None, checkpoint_metadata(CONFIG, state.params))
-    checkpoints.close()
+    checkpoints.wait()
     folder = tmp_path / "checkpoints"
     values = json.loads((folder / "0/metadata/metadata").read_text())
     wanted = json.loads((folder / "1/metadata/metadata").read_text())
@@ -213,7 +213,7 @@ def silently_damaged(run, tmp_path):
     state.params[name] = jnp.asarray(array)
     checkpoints = CheckpointManager(tmp_path / "flipped", CheckpointingConfig())
     checkpoints.save(4, state, None, {})
-    checkpoints.close()
+    checkpoints.wait()
     items = run / "checkpoints" / "4" / "items"
     shutil.rmtree(items)
     (tmp_path / "flipped" / "4" / "items").rename(items)

@@ -74,18 +74,19 @@ def test_retention_protects_the_first_candidate_that_is_not_refused_for_good(tmp
             return evidence.step % 2 == 0 and super().is_healthy(evidence)
 
     health = EvenSteps(epath.Path(tmp_path), 3, pytest.fail)
-    assert health.steps_to_preserve() == set()
+    assert health.steps_to_preserve(range(20)) == set()
     for step in (5, 7):
         health.add_candidate(step)
-    assert health.steps_to_preserve() == set()
+    assert health.steps_to_preserve(range(20)) == set()
     for step in (8, 10):
         health.add_candidate(step)
-    assert health.steps_to_preserve() == {8}
+    assert health.steps_to_preserve(range(20)) == {8}
     health.observe_steps(11, last_skipped=-1)
-    assert health.steps_to_preserve() == {8, 10}
+    assert health.steps_to_preserve(range(20)) == {8, 10}
     health.observe_steps(13, last_skipped=-1)
     health.add_candidate(13)
-    assert health.steps_to_preserve() == {10}
+    assert health.steps_to_preserve(range(20)) == {10}
+    assert health.steps_to_preserve(range(10)) == {8}  # 10 is marked, but not on disk
 
 
 @pytest.mark.parametrize(
@@ -188,23 +189,27 @@ def test_the_file(tmp_path, monkeypatch):
     for step in (2, 9, 5):
         health.promote(step)
     assert health.changed
-    health.write(lambda step: step != 9)
-    assert health.changed  # 9 is in flight
+    health.write()
+    assert not health.changed
     assert [path.name for path in tmp_path.iterdir()] == ["healthy.json"]
-    assert json.loads(file.read_text())["healthy"] == [2, 5]
+    assert json.loads(file.read_text())["healthy"] == [2, 5, 9]
     again = healthy_checkpoints(tmp_path)
-    assert again.steps == {2, 5}
+    assert again.steps == {2, 5, 9}
     assert not again.changed
+    again.begin_save(5)  # the next past has a step of the same number
+    assert again.steps == {2, 9}
     before, lines = file.read_bytes(), []
     file.write_bytes(before.replace(b"5", b"6"))
     assert healthy_checkpoints(tmp_path, lines=lines).steps == set()
     assert "healthy.json" in lines[0]
     file.write_bytes(before)
     # What cannot be written stays as it is; what cannot be read is an error.
+    health.promote(11)
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full_disk)
         with pytest.raises(OSError, match="full"):
-            health.write(lambda step: True)
+            health.write()
+        assert not health.try_write()
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
     assert health.changed

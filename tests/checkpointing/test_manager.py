@@ -1,8 +1,10 @@
 """Saving while training goes on, and retention."""
 
 import os
+from types import SimpleNamespace
 
 import jax
+import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from etils import epath
 
@@ -10,6 +12,7 @@ from MaxText.checkpointing import verified_save
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.checkpointing.retention import Retention
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from tests.checkpointing.small_state import (
@@ -59,14 +62,13 @@ def test_what_was_saved_comes_back(tmp_path, storage):
     # A step on disk is not written again.
     assert checkpoints.save(10, state, None, {}) is False
     assert checkpoints.restore(10, abstract(state))[1] == {"step": 11}
-    checkpoints.close()
-    checkpoints.close()
+    checkpoints.wait()
     folders = sorted(path.name for path in (tmp_path / "10").iterdir() if path.is_dir())
     assert folders == ["items", "iter", "metadata"]
     off = CheckpointManager(tmp_path, CheckpointingConfig(enable_checkpointing=False))
     assert off.latest_step() is None
     assert off.save(0, state, None, {}) is False
-    off.close()
+    off.wait()
 
 
 def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_path):
@@ -77,7 +79,7 @@ def test_donating_steps_right_after_an_asynchronous_save_do_not_disturb_it(tmp_p
     for _ in range(10):
         state = update(state)
     jax.block_until_ready(state)
-    checkpoints.close()
+    checkpoints.wait()
     restored, position, _ = checkpoints.restore(0, abstract(state))
     assert_bit_equal(restored, expected)
     assert position is None
@@ -98,8 +100,37 @@ def test_when_a_checkpoint_is_due():
 def test_retention_keeps_the_newest_and_every_keep_period(tmp_path):
     checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(max_to_keep=2, keep_period=4))
     save_steps(checkpoints, fresh_state(), [2, 4, 6, 7])
-    checkpoints.close()
     assert checkpoints.steps() == [4, 6, 7]
+
+
+def test_an_error_after_the_commit_is_told_as_what_it_is(tmp_path, monkeypatch):
+    lines = []
+    checkpoints = CheckpointManager(tmp_path, CheckpointingConfig(max_to_keep=1), log=lines.append)
+    state, _ = save_steps(checkpoints, fresh_state(), [0])
+    save = ocp.save_checkpointables_async
+
+    def save_and_fail(*arguments, **options):
+        response = save(*arguments, **options)
+        return SimpleNamespace(result=lambda: [response.result(), os.listdir(tmp_path / "none")])
+
+    def fail_to_delete(retention, steps):
+        raise PermissionError("in use")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp, "save_checkpointables_async", save_and_fail)
+        state, _ = save_steps(checkpoints, state, [1])
+    assert checkpoints.steps() == [0, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(Retention, "delete", fail_to_delete)
+        state, _ = save_steps(checkpoints, state, [2])
+    assert checkpoints.steps() == [0, 1, 2]
+    save_steps(checkpoints, state, [3])
+    assert checkpoints.steps() == [3]
+    after_commit, deletion = lines
+    assert after_commit.startswith(
+        "WARNING: the save of step 1 failed after its checkpoint was complete: [Errno 2] No such"
+    )
+    assert deletion.startswith("WARNING: cannot delete old checkpoints after saving step 2: in use")
 
 
 # --- Paths, and what was written ----------------------------------------------------------------
@@ -113,7 +144,6 @@ def test_any_legal_name_of_a_folder(tmp_path, name):
     (other / "ocdbt.process_9").mkdir(parents=True)
     checkpoints = CheckpointManager(tmp_path / name, CheckpointingConfig())
     state, kept = save_steps(checkpoints, fresh_state(), [0, 1])
-    checkpoints.close()
     for step in (0, 1):
         assert_bit_equal(checkpoints.restore(step, abstract(state))[0], kept[step])
 

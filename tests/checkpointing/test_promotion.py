@@ -1,14 +1,19 @@
 """Healthy checkpoints: which they are, what a resume takes, what retention keeps and deletes."""
 
+import contextlib
 import dataclasses
 import random
 import shutil
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 
+from MaxText.checkpointing import health, verified_save
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.checkpointing.retention import Retention
 from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
@@ -90,14 +95,14 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     assert "WARNING: " in text
     assert (folder / "8").exists()  # reading alone changes nothing
     train(checkpoints, [5])
-    checkpoints.close()
+    checkpoints.wait()
     assert checkpoints.steps() == [0, 4, 5]
     names = {path.name for path in folder.iterdir()}
     assert names == {"0", "4", "5", "8.unreadable", "healthy.json"}
     checkpoints = open_run(killed)
     checkpoints.resume_from(0)
     train(checkpoints, [1])
-    checkpoints.close()
+    checkpoints.wait()
     assert checkpoints.steps() == [0, 1]
     assert open_run(killed).last_healthy() == 0
 
@@ -112,7 +117,7 @@ def test_a_rollback_deletes_later_checkpoints(tmp_path):
     assert checkpoints.steps() == [0, 1, 2]
     assert checkpoints.last_healthy() == open_run(tmp_path, 1).last_healthy() == 2
     train(checkpoints, range(3, 5), mark=1)
-    checkpoints.close()
+    checkpoints.wait()
     restored, _, _ = checkpoints.restore(3, abstract(state_after(0)))
     assert_bit_equal(restored, on_host(state_after(3, mark=1)))
     assert open_run(tmp_path, 1).last_healthy() == 3
@@ -128,7 +133,7 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     assert checkpoints.last_healthy() == 6
     assert checkpoints.promote_final(10)
     assert checkpoints.steps() == [8, 10]  # no more than it was asked to keep
-    checkpoints.close()
+    checkpoints.wait()
     assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
 
 
@@ -146,7 +151,7 @@ def test_broken_states_are_set_aside(tmp_path):
     train(checkpoints, range(4, 7), mark=1)
     checkpoints.wait()
     assert checkpoints.set_aside(lambda step: step == 4) == [4]
-    checkpoints.close()
+    checkpoints.wait()
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {*"012356", "4.unhealthy", "5.unhealthy", "healthy.json"}
 
@@ -161,7 +166,7 @@ def test_retention_never_deletes_the_last_healthy_checkpoint(tmp_path):
     newest_good, checkpoints = None, opened()
     for step in range(20):
         if step == 12:
-            checkpoints.close()
+            checkpoints.wait()
             checkpoints = opened()
             assert resume(checkpoints)[0].first_step == step
         train(checkpoints, [step], unhealthy=[step] if chance.random() < 0.2 else [])
@@ -170,11 +175,88 @@ def test_retention_never_deletes_the_last_healthy_checkpoint(tmp_path):
             assert good is not None
             assert good >= newest_good
         newest_good = good
-    checkpoints.close()
+    checkpoints.wait()
     assert newest_good is not None
     # The newest, the last healthy one and the next to be healthy.
     assert len(checkpoints.steps()) <= 3
     assert max(checkpoints.steps()) == 19
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing after it happens."""
+
+
+def finish_save(checkpoints):
+    """Waits for the thread of a save, but not for what the run does after it."""
+    with contextlib.suppress(KilledError, OSError, CheckpointCorruptedError):
+        checkpoints._saver._completion.result()
+
+
+@pytest.mark.parametrize("moment", ["before the commit", "before a deletion", "after a deletion"])
+@pytest.mark.parametrize("healthy_steps", [0, 1])
+def test_a_kill_leaves_the_marks_of_checkpoints_that_exist(
+    tmp_path, monkeypatch, moment, healthy_steps
+):
+    delete = Retention.delete
+
+    def fail_before_commit(directory):
+        raise CheckpointCorruptedError("killed")
+
+    def kill_in_deletion(retention, steps):
+        if moment == "after a deletion":
+            delete(retention, steps)
+        raise KilledError
+
+    checkpoints = open_run(tmp_path, healthy_steps, max_to_keep=1)
+    train(checkpoints, range(4))
+    checkpoints.wait()
+    if moment == "before the commit":
+        monkeypatch.setattr(verified_save, "verify_arrays", fail_before_commit)
+    else:
+        monkeypatch.setattr(Retention, "delete", kill_in_deletion)
+    train(checkpoints, [4])
+    healthy = {2, 3} if healthy_steps else {3, 4}
+    finish_save(checkpoints)
+
+    again = open_run(tmp_path, healthy_steps, max_to_keep=1)
+    existing = set(again.steps())
+    assert (4 in existing) == (moment != "before the commit")
+    assert (min(healthy) in existing) == (moment != "after a deletion")
+    assert again.health.steps & existing == healthy & existing
+    assert again.last_healthy() == max(healthy & existing)
+
+
+def test_old_checkpoints_stay_until_the_marks_of_others_are_written(tmp_path, monkeypatch):
+    checkpoints = open_run(tmp_path, healthy_steps=1, max_to_keep=1)
+    train(checkpoints, range(4))
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        full_disk = mock.Mock(side_effect=OSError("full"))
+        patch.setattr(health, "write_json_with_digest", full_disk)
+        train(checkpoints, [4])
+        checkpoints.wait()
+    assert full_disk.called
+    assert checkpoints.steps() == [2, 3, 4]
+    assert open_run(tmp_path).last_healthy() == 2
+    train(checkpoints, [5])
+    checkpoints.wait()
+    assert checkpoints.steps() == [4, 5]
+    assert open_run(tmp_path).last_healthy() == 4
+
+
+def test_a_failed_save_leaves_the_marks_of_earlier_checkpoints(tmp_path, monkeypatch):
+    checkpoints = open_run(tmp_path, healthy_steps=1, max_to_keep=2)
+    train(checkpoints, range(5))
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        damage = mock.Mock(side_effect=CheckpointCorruptedError("lost"))
+        patch.setattr(verified_save, "verify_arrays", damage)
+        train(checkpoints, [5])  # 3 would have been deleted
+        assert checkpoints.last_healthy() == 4
+    assert checkpoints.steps() == [3, 4]
+    assert checkpoints.last_healthy(before_step=4) == 3
+    observe(checkpoints, 6, is_accepted=True)
+    assert open_run(tmp_path).last_healthy(before_step=4) == 3
 
 
 def test_a_guard_comes_back_or_stays_fresh(tmp_path):
@@ -192,7 +274,7 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
     ]):  # fmt: skip
         checkpoints = open_run(tmp_path / str(row), 0)
         checkpoints.save(0, saved, None, {})
-        checkpoints.close()
+        checkpoints.wait()
         start, text = resume(open_run(tmp_path / str(row), 0), wanted)
         assert_bit_equal(start.state, on_host(expected))
         assert "num_accepted" not in text

@@ -105,7 +105,7 @@ FULL = """
     fill(False)
     again.resume_from(3)
     print(again.save(6, update(state), None, {}))
-    again.close()
+    again.wait()
     print(sorted(path.name for path in (folder / "checkpoints").iterdir()))
 """
 

@@ -49,7 +49,7 @@ def teacher(tmp_path, own_modules):
     state = dataclasses.replace(state, step=jnp.int32(3))
     checkpoints = CheckpointManager(tmp_path / "teacher" / "checkpoints", CheckpointingConfig())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(flatten(config), state.params))
-    checkpoints.close()
+    checkpoints.wait()
     return str(tmp_path / "teacher")
 
 

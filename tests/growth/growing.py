@@ -108,7 +108,7 @@ def save(folder: Path, config: Config, state: TrainState, extra: dict | None = N
     metadata = checkpoint_metadata(flatten(config), state.params) | (extra or {})
     step = int(state.step) - 1
     checkpoints.save(step, state, {"step": step + 1, "samples": 4 * (step + 1)}, metadata)
-    checkpoints.close()
+    checkpoints.wait()
     return folder
 
 

@@ -132,7 +132,7 @@ def assert_read_as(state, other, folder):
     """A checkpoint of one state, read into the layout of another, has the same bits."""
     checkpoints = CheckpointManager(folder / "checkpoints", CheckpointingConfig())
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
-    checkpoints.close()
+    checkpoints.wait()
     start, _ = start_run(folder, state=other, initialize=pytest.fail)
     assert_bit_equal(start.state, jax.device_get(state))
     for got, asked in zip(jax.tree.leaves(start.state), jax.tree.leaves(other), strict=True):

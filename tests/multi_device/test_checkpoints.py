@@ -54,7 +54,7 @@ def saved(tmp_path_factory):
     checkpoints.save(2, state, {"step": 3}, checkpoint_metadata(CONFIG, state.params))
     for _ in range(5):
         state = jax.block_until_ready(update(state))
-    checkpoints.close()
+    checkpoints.wait()
     return folder, wanted
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     for step in range(2):
         state = update(state)
         checkpoints.save(step, state, {"step": step + 1}, {"step": step})
-    checkpoints.close()
+    checkpoints.wait()
     return folder
 
 

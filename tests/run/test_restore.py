@@ -91,7 +91,7 @@ def test_refused_paths(tmp_path, saved_run):
     refused(r"(?s)^load_parameters_path.* 0, 2, 4", start, tmp_path / "new", section)
     checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
-    checkpoints.close()
+    checkpoints.wait()
     refused("schema 10000", start, tmp_path / "newer")
 
 
@@ -135,7 +135,7 @@ def test_masked_and_empty_optimizer_states_come_back(tmp_path):
     state = TrainState(jnp.int32(1), params, transform.init(params))
     checkpoints = CheckpointManager(tmp_path / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, state, None, checkpoint_metadata(CONFIG, params))
-    checkpoints.close()
+    checkpoints.wait()
     result, _ = start(tmp_path, state=state, initialize=pytest.fail)
     assert_bit_equal(result.state, on_host(state))
 

@@ -1,6 +1,7 @@
 """Takes the place of the coordinator of jax.distributed: its key-value store, in this process."""
 
 import threading
+import time
 
 
 class Coordinator:
@@ -23,6 +24,18 @@ class Coordinator:
         if key not in self.values:
             raise RuntimeError(f"NOT_FOUND: Config key {key} not found.")
         return self.values[key]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        end = time.monotonic() + timeout_in_ms / 1000
+        while key not in self.values:
+            if time.monotonic() > end:
+                raise RuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+            time.sleep(0.001)
+        return self.key_value_try_get(key)
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Waits for nobody."""
+        self._answer()
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         self._answer()

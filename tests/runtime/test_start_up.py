@@ -4,20 +4,20 @@ import contextlib
 import os
 import platform
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 from jax._src.clusters import ClusterEnv
-from jax.experimental import multihost_utils
 
 from MaxText import program_start
 from MaxText.errors import UserError
-from MaxText.runtime import processes, start_up
+from MaxText.runtime import peers, processes, start_up
 from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
 from tests.programs import ended, started
+from tests.runtime.coordinator import Coordinator
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend\nmore")])
@@ -156,29 +156,57 @@ def test_fewer_devices_than_meant(of_processes, asked, message, monkeypatch, two
         assert find_devices("auto") == devices
 
 
+@pytest.fixture
+def coordinator(monkeypatch):
+    """Three processes are threads of these names."""
+    store = Coordinator()
+    monkeypatch.setattr(peers, "connected_client", lambda: store)
+    monkeypatch.setattr(peers, "coordinator_process", lambda: int(threading.current_thread().name))
+    monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
+    processes.mark_initialized(3)
+    yield store
+    processes.mark_initialized(1)
+
+
+SAME = {"run_name": "a", "steps": 3, "jax_cache_dir": "here"}
+
+
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("second", "third", "message"),
     [
-        ({"run_name": "a", "steps": 3, "jax_cache_dir": "there"}, None),
-        ({"run_name": "b", "steps": 4, "jax_cache_dir": ""}, "process 1 .* run_name, steps"),
-        ({"run_name": "a", "no_such": 3, "jax_cache_dir": ""}, "process 1 .* keys"),
+        (SAME, SAME | {"jax_cache_dir": "there"}, ""),
+        (SAME, SAME | {"run_name": "b", "steps": 4}, "process 2 has other values of run_name, st"),
+        (SAME | {"steps": 4}, SAME | {"run_name": "b"}, "process 1, 2 has other values of run_na"),
+        (SAME | {"steps": 4}, SAME | {"no_such": 3}, "process 2 knows other configuration keys"),
     ],
 )
-def test_processes_of_one_run_have_one_configuration(other, message, monkeypatch, two_processes):
-    mine = {"run_name": "a", "steps": 3, "jax_cache_dir": "here"}
-    digests = []
-    monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda x: digests.append(x) or np.stack([x, x])
-    )
-    assert_same_config(other)
-    answers = iter(digests)
-    monkeypatch.setattr(
-        multihost_utils, "process_allgather", lambda x: np.stack([x, next(answers)])
-    )
-    with refused(message):
-        assert_same_config(mine)
-    processes.mark_initialized(1)
-    assert_same_config(other)  # nothing is asked
+def test_processes_of_one_run_have_one_configuration(second, third, message, coordinator):
+    told = {}
+
+    def compare(process, config):
+        try:
+            assert_same_config(config)
+            told[process] = ""
+        except UserError as error:
+            told[process] = str(error)
+
+    threads = [
+        threading.Thread(target=compare, args=(process, config), name=str(process))
+        for process, config in enumerate((SAME, second, third))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told.keys() == {0, 1, 2}
+    assert len(set(told.values())) == 1
+    assert told[0].startswith(message)
+    assert bool(told[0]) == bool(message)
+
+
+def test_a_process_alone_compares_with_nobody(monkeypatch):
+    monkeypatch.setattr(peers, "connected_client", pytest.fail)
+    assert_same_config(SAME)
 
 
 FAIL = """

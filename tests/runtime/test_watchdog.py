@@ -153,7 +153,8 @@ def test_a_failed_peer_ends_this_process_and_is_named(exits):
             other.fail(ValueError("no"))
         wait_until(lambda: exits)
     assert exits == [exit_codes.STALLED]
-    assert f"lost process 1 of 2 on {socket.gethostname()} (failed: ValueError)" in told[0]
+    place = f"{socket.gethostname()}, pid {os.getpid()}"
+    assert f"lost process 1 of 2 on {place} (failed: ValueError)" in told[0]
     assert "last seen in data of step 7, since " in told[0]
     assert "slowest: process 1" in told[0]
 
@@ -172,9 +173,8 @@ def test_the_failure_of_the_first_process_ends_the_others(exits):
 def test_a_coordinator_without_an_answer_ends_this_process(hangs, exits):
     store = Coordinator()
     told = []
-    StatusBoard(store, 2).publish(
-        {"process": 0, "host": "first", "phase": "step", "step": 7, "since": 0.0, "written": 0.0}
-    )
+    row = {"process": 0, "host": "first", "pid": 7, "phase": "step", "step": 7}
+    StatusBoard(store, 2).publish(row | {"since": 0.0, "written": 0.0})
     watchdog = Watchdog(1.0, 1, 2, store=store, say=told.append, read_seconds=0.1).start()
     with closing(watchdog):
         wait_until(lambda: row_of(store, 1).get("phase"))
@@ -184,7 +184,7 @@ def test_a_coordinator_without_an_answer_ends_this_process(hangs, exits):
             time.sleep(0.01)
         store.answers.set()
     assert set(exits) == {exit_codes.STALLED}
-    assert "lost process 0 of 2 on first (its coordinator has not answered" in told[0]
+    assert "lost process 0 of 2 on first, pid 7 (its coordinator has not answered" in told[0]
     assert "last seen in step 7, since 00:00:00 UTC" in told[0]
 
 

@@ -31,13 +31,13 @@ def main() -> int:
     stop = PreemptionHandler.install()
     for line in start_up.initialize_distributed("cpu", float(timeout)):
         print(line, flush=True)
+    start_up.assert_same_config({"run_name": "loop", "dataset_path": str(os.getpid())})
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
     devices = start_up.find_devices("cpu")
     print("devices", len(devices))
-    start_up.assert_same_config({"run_name": "loop", "dataset_path": str(os.getpid())})
     us = jax.process_index()
     store = peers.coordinator_client()
     assert store is not None

@@ -37,31 +37,31 @@ from MaxText.run.hooks import hook
 
 @hook(every=1)
 def lose_a_process(info):
-    if (info.step, jax.process_count(), jax.process_index()) == ({KILLED}, 3, 1):
+    if (info.step, jax.process_count(), jax.process_index()) == ({KILLED}, 4, 1):
         while {SAVED} not in finalized_steps(info.run_folder / "checkpoints"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_run_of_three_loses_one_and_ends_as_if_it_had_not(tmp_path):
+def test_a_run_of_four_loses_one_and_ends_as_if_it_had_not(tmp_path):
     (tmp_path / "losing.py").write_text(LOSING)
     (tmp_path / "run.yml").write_text(CONFIG + KEYS.format(folder=tmp_path, steps=STEPS))
     launcher = Launcher(tmp_path, as_users_do() | {"XLA_FLAGS": os.environ["XLA_FLAGS"]})
     try:
         launcher.run(1, f"{tmp_path}/run.yml", "run_name=whole")
-        elastic = ["--supervise", "--min-processes=2"]
-        output = launcher.run(3, f"{tmp_path}/run.yml", "run_name=elastic", options=elastic)
+        elastic = ["--supervise", "--min-processes=3"]
+        output = launcher.run(4, f"{tmp_path}/run.yml", "run_name=elastic", options=elastic)
     finally:
         launcher.end()
-    assert "a process was killed by SIGKILL. Lost process 1 of 3. Going on with 2 proc" in output
+    assert "a process was killed by SIGKILL. Lost process 1 of 4. Going on with 3 proc" in output
     assert f"from the checkpoint of step {SAVED}" in output
-    assert "Going on with 2 processes: 3 before" in output
+    assert "Going on with 3 processes: 4 before" in output
     assert "global batch unchanged: 12 sequences" in output
 
     events = rows((tmp_path / "out/elastic/events.jsonl").read_text())
     (resume,) = (event for event in events if event["event"] == "resume")
-    assert (resume["step"], resume["num_processes"]) == (SAVED + 1, 2)
+    assert (resume["step"], resume["num_processes"]) == (SAVED + 1, 3)
     assert 0 < resume["lost"]["steps"] <= KILLED - SAVED
     assert f"Steps repeated: {resume['lost']['steps']}," in output
     whole, lossy = (

@@ -59,8 +59,16 @@ def test_one_gone_or_stuck_ends_the_other(what, code, told, tmp_path):
 @pytest.mark.parametrize(
     ("what", "code", "told"),
     [
-        ("raise", 1, "lost process 0 of 2 on {host} (failed: ValueError), last seen in data of"),
-        ("freeze", -signal.SIGKILL, "lost process 0 of 2 on {host} (its coordinator has not"),
+        (
+            "raise",
+            1,
+            "lost process 0 of 2 on {place} (failed: ValueError), last seen in data of",
+        ),
+        (
+            "freeze",
+            -signal.SIGKILL,
+            "lost process 0 of 2 on {place} (its coordinator has not",
+        ),
         # jax itself aborts at once: what its coordinator was can no longer be asked.
         ("kill", -signal.SIGKILL, "leader task was preempted/died"),
     ],
@@ -73,9 +81,10 @@ def test_the_coordinator_gone_or_stuck_ends_the_other(what, code, told, tmp_path
             group.processes[0].kill()
         assert group.codes()[0] == code
         output = group.output(1)
+        place = f"{socket.gethostname()}, pid {group.processes[0].pid}"
     if what == "freeze" and "process 1 of 2 has made no progress for " in output:
         return  # its own time in a step was over at the same moment
-    assert told.format(host=socket.gethostname()) in output
+    assert told.format(place=place) in output
     assert what == "kill" or "), last seen in " in output
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from MaxText.exit_codes import USER_ERROR
 from tests.input_pipeline.faults import write
-from tests.several_processes.group import started
+from tests.several_processes.group import CONFIG, started
 
-CONNECTED = """
+ARGUMENTS = """
 import os, sys, time
 from pathlib import Path
 from MaxText.errors import UserError
@@ -14,9 +14,15 @@ from MaxText.runtime import first_process, processes, start_up
 
 place = Path(sys.argv[1])
 process = int(os.environ["JAX_PROCESS_ID"])
+"""
+
+CONNECTED = (
+    ARGUMENTS
+    + """
 os.environ["HOME"] = str(place / f"home{process}")  # of another host
 start_up.initialize_distributed("cpu", 60.0)
 """
+)
 
 BLOCKS = """
 def enter(folder):
@@ -87,6 +93,33 @@ def test_what_fails_in_the_first_process_is_told_to_the_others(tmp_path):
         assert "error: the disk is full" in group.output(0)
         told = "error: process 0 failed while working: the disk is full"
         assert group.output(1).splitlines() == [told]
+
+
+DIFFERENT = """
+from MaxText.run.training_program import train_from_command_line
+
+sys.argv = ["train.py", str(place / "run.yml")]
+if process == 1:
+    sys.argv.append("prepare_source=")  # the data are there
+processes.run(lambda: train_from_command_line(""))
+"""
+
+
+def test_configurations_are_compared_before_a_process_prepares_data(tmp_path):
+    """Otherwise process 0 waits where devices are found, and process 1 where data are opened."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words. " * 200)
+    (tmp_path / "run.yml").write_text(
+        f"{CONFIG}run_name: run\nbase_output_directory: {tmp_path}/out\n"
+        f"dataset_path: {tmp_path}/data\nprepare_source: {tmp_path}/text\n"
+    )
+    with started(["-c", ARGUMENTS + DIFFERENT, str(tmp_path)], tmp_path) as group:
+        assert group.codes() == [USER_ERROR] * 2
+        told = "error: process 1 has other values of prepare_source than process 0. "
+        for process in range(2):
+            last = group.output(process).splitlines()[-1]
+            assert last.startswith(told), group.output(process)
+    assert not (tmp_path / "data").exists()
 
 
 DATA = """

@@ -35,7 +35,7 @@ def opened(folder):
 
         def open_it(log=print, **keys):
             checkpoints = CheckpointManager(folder, CheckpointingConfig(**keys), 0, log=log)
-            stack.callback(checkpoints.close)
+            stack.callback(checkpoints.wait)
             return checkpoints
 
         yield open_it
