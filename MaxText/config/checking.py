@@ -46,7 +46,7 @@ def find_unused_keys(merged: MergedSettings) -> dict[str, ConfigIssue]:
                 location=tuple(location),
                 context=(
                     ("needs", key.condition_text(group)),
-                    ("default", values.to_yaml(key.default)),
+                    ("default", key.default_text),
                 ),
             )
     return issues

@@ -351,7 +351,7 @@ def _help(program: str, usage: str) -> str:
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
         for key in keys:
-            default = values.to_yaml(key.default)
+            default = key.default_text
             lines.append(f"  {key.name}={default if len(default) < 60 else f'{default[:1]}...'}")
         lines.append("")
     return "\n".join(lines)
@@ -374,7 +374,7 @@ def _help_key(key: Key, loaded: LoadedConfig | None) -> str:
         f"  read by:  {'.'.join(key.section)} ({key.title.rstrip('.')})",
         f"  accepted: {format_accepted(key)}",
     ]
-    facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
+    facts: list[tuple[str, str]] = [("unit", key.unit), ("default", key.default_text)]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
     if key.name == "model_name":
@@ -439,7 +439,7 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     """Returns the value of a key and its origins, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
-    places = [f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"]
+    places = [f"{Source.DEFAULT.value}, {key.default_text}"]
     for setting in loaded.settings:
         if setting.name == name:
             source = f"{setting.origin.source.value}, " if setting.origin.file else ""

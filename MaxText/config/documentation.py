@@ -93,7 +93,7 @@ _SAME_TYPES = {"moe_activations": "as mlp_activations, or null"}  # 50 names
 
 def _row(key: Key) -> str:
     """Returns the line of a key in its section's table."""
-    default = values.to_yaml(key.default)
+    default = key.default_text
     default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
     accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
     for long_type, short_type in _SHORT_TYPES.items():

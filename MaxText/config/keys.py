@@ -124,17 +124,20 @@ class Section(BaseModel):
         update: dict[str, Any] = {}
         for field_name, value in self:
             if isinstance(value, Section):
-                prefix = f"{field_name}." if isinstance(value, NamedSection) else ""
-                inner_values = {
-                    name: values[prefix + name]
-                    for name in value.values_by_key()
-                    if prefix + name in values
-                }
-                if inner_values:
-                    update[field_name] = value.with_values(inner_values)
+                inner_values = values
+                if isinstance(value, NamedSection):
+                    prefix = f"{field_name}."
+                    inner_values = {
+                        name.removeprefix(prefix): item
+                        for name, item in values.items()
+                        if name.startswith(prefix)
+                    }
+                changed = value.with_values(inner_values) if inner_values else value
+                if changed is not value:
+                    update[field_name] = changed
             elif field_name in values:
                 update[field_name] = values[field_name]
-        return self.model_copy(update=update)
+        return self.model_copy(update=update) if update else self
 
 
 class NamedSection(Section):

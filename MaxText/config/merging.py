@@ -74,8 +74,9 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
     """
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
-    defaults = {name: values.to_yaml(key.default) for name, key in keys.items()}
-    origins = {name: Origin(source=Source.DEFAULT, raw=raw) for name, raw in defaults.items()}
+    origins = {
+        name: Origin(source=Source.DEFAULT, raw=key.default_text) for name, key in keys.items()
+    }
     typed["logical_axis_rules"] = ()
     merged = MergedSettings(typed=typed, origins=origins, settings=[], wrong=set())
     unknown: list[Setting] = []
@@ -89,7 +90,7 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
         # configs/base.yml lists every key so that people can read it. Its values are the schema's
         # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
         is_of_base = setting.origin.file == config_files.BASE_YML
-        if is_of_base and values.to_yaml(setting.value) == defaults[setting.name]:
+        if is_of_base and values.to_yaml(setting.value) == key.default_text:
             continue
         try:
             value = _typed(setting, key)
@@ -211,5 +212,5 @@ def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
     if dict(key.bounds).get("ne") is not None:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
-        facts.append(("default", values.to_yaml(key.default)))
+        facts.append(("default", key.default_text))
     return ConfigIssue(f"{key.name}: {message}", (setting.place,), facts)

@@ -351,7 +351,7 @@ def _layer_pattern_fits(config: Config) -> ConfigIssue | None:
     "dense_streams",
 )
 def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         model = layer.config
         for kind, base_class, name in (
             ("mixer", "layers.part.Mixer", model.block.mixer),
@@ -578,7 +578,7 @@ def _recurrent_mixers_go_from_token_to_token(config: Config) -> ConfigIssue | No
 
 @rule("linear_num_key_heads", "linear_num_value_heads", "mixer")
 def _keys_serve_the_same_number_of_values(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         keys = layer.config.recurrent
         is_grouped = layer.config.block.mixer == "gated_delta_net"
         if is_grouped and keys.linear_num_value_heads % keys.linear_num_key_heads:
@@ -631,7 +631,7 @@ def _multipliers_are_complete(config: Config) -> ConfigIssue | None:
 
 @rule("layer_pattern", "base_emb_dim")
 def _mamba2_has_whole_groups_of_heads(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         block = layer.config.block
         if "mamba2" not in (block.mixer, block.parallel_mixer):
             continue
@@ -655,7 +655,7 @@ def _mamba2_has_whole_groups_of_heads(config: Config) -> ConfigIssue | None:
 
 @rule("layer_pattern", "dense_conn")
 def _mixers_can_be_parallel(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         block = layer.config.block
         beside = f"parallel_mixer={block.parallel_mixer}"
         if block.parallel_mixer == "none":
@@ -683,7 +683,7 @@ def _mixers_can_be_parallel(config: Config) -> ConfigIssue | None:
 
 @rule("layer_pattern", "attention_types")
 def _layers_have_a_part(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         block = layer.config.block
         if layer.config.feed_forward.feed_forward_type != "none":
             continue
@@ -724,7 +724,7 @@ def _latent_attention_has_projections_of_its_own(config: Config) -> ConfigIssue 
 
 @rule("qk_rope_head_dim", "rotary_pct", "rope_type", "position_embedding", "mixer")
 def _latent_attention_rotates_pairs(config: Config) -> ConfigIssue | None:
-    for layer in dict.fromkeys(config.model.layers):
+    for layer in config.model.distinct_layers:
         position = layer.config.position
         is_rotated = position.position_embedding == "rotary"
         if layer.config.block.mixer != "latent_attention" or not is_rotated:

@@ -440,6 +440,11 @@ class ModelConfig(Section):
         config_of = {layer_keys: self.layer(dict(layer_keys)) for layer_keys in set(overrides)}
         return tuple(config_of[layer_keys] for layer_keys in overrides)
 
+    @property
+    def distinct_layers(self) -> tuple["LayerConfig", ...]:
+        """One of each set of like layers, in the order of the first of each."""
+        return tuple(self.layer(dict(keys)) for keys in dict.fromkeys(self.layer_overrides))
+
     def layer(self, layer_keys: dict[str, Any]) -> "LayerConfig":
         """Returns the keys and sizes of a layer.
 

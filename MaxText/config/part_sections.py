@@ -65,7 +65,8 @@ class Parts(Section):
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Returns these sections with other values of some keys, as Section.with_values."""
         sections = tuple(section.with_values(values) for section in self.sections)
-        return self.model_copy(update={"sections": sections})
+        is_changed = any(new is not old for new, old in zip(sections, self.sections, strict=True))
+        return self.model_copy(update={"sections": sections}) if is_changed else self
 
     def _section_of(self, part: Registration) -> Section:
         section_class = part.keys

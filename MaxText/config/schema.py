@@ -107,6 +107,11 @@ class Key:
         """What the key does, in one line."""
         return self.short_help or field_docstrings(self.owner).get(self.field_name, "")
 
+    @functools.cached_property
+    def default_text(self) -> str:
+        """The default as YAML."""
+        return values.to_yaml(self.default)
+
     def convert(self, value: values.UntypedValue) -> values.TypedValue:
         """Returns a value in the key's type and within its bounds.
 

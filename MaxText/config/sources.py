@@ -265,11 +265,12 @@ def variable_of(name: str) -> str:
 
 def _read_environment(result: CollectedSettings) -> list[Setting]:
     """Returns the settings of variables M_<KEY>; warns of other variables of that form."""
+    variables = sorted(item for item in os.environ.items() if item[0].startswith("M_"))
+    if not variables:
+        return []
     by_variable = {variable_of(name): name for name in (*settable_names(), *ALIASES)}
     settings = []
-    for variable, text in sorted(os.environ.items()):
-        if not variable.startswith("M_"):
-            continue
+    for variable, text in variables:
         if name := by_variable.get(variable):
             origin = Origin(Source.ENVIRONMENT, raw=text, note=variable)
             settings.append(Setting(name, values.from_text(text), origin, name))
