@@ -81,8 +81,8 @@ class SweepSettings:
     Attributes:
       width: emb_dim of the models that differ in depth and tokens; the base of all.
       depth: Layers of the models that differ in width and tokens; the base of all.
-      steps: Of the models that differ in width and depth; the smallest number of those that differ
-        in tokens.
+      steps: Of the models that differ in width and depth; those that differ in tokens have a
+        multiple.
       length: Tokens of a sequence.
       eval_steps: Batches of the validation loss.
     """
@@ -116,6 +116,24 @@ class Point(NamedTuple):
 
 
 Losses = dict[Point, float | None]  # None of a run that diverged
+
+
+def cell_of(recipe: str, axis: AxisOfSizes, size: int, settings: SweepSettings) -> Cell:
+    """Returns the models of a size; the smallest size is the same on all axes."""
+    if size == {"width": settings.width, "depth": settings.depth, "tokens": 1}[axis]:
+        return Cell(recipe, "width", settings.width)
+    return Cell(recipe, axis, size)
+
+
+def cells_of_axis(
+    recipe: str, axis: AxisOfSizes, settings: SweepSettings, losses: Losses
+) -> dict[int, Cell]:
+    """Returns size -> models with runs, ascending, with those of the smallest size."""
+    base_size = {"width": settings.width, "depth": settings.depth, "tokens": 1}[axis]
+    sizes = {cell.size for cell, *_ in losses if (cell.recipe, cell.axis) == (recipe, axis)}
+    cells = {size: cell_of(recipe, axis, size, settings) for size in sorted(sizes | {base_size})}
+    has_runs = {cell for cell, *_ in losses}
+    return {size: cell for size, cell in cells.items() if cell in has_runs} if sizes else {}
 
 
 def configure(cell: Cell, settings: SweepSettings) -> Config:
@@ -274,16 +292,20 @@ class SizeOptimum(NamedTuple):
 
 
 def optima_of(
-    recipe: str, axis: AxisOfSizes, seeds: Sequence[int], losses: Losses
+    cells: Mapping[int, Cell], seeds: Sequence[int], losses: Losses
 ) -> dict[int, SizeOptimum]:
-    """Returns the optimum of every size that has complete runs, ascending.
+    """Returns the optimum of every size that has complete runs.
 
     A size whose sweep has not ended is left out.
+
+    Args:
+      cells: Size -> models, ascending; see `cells_of_axis`.
+      seeds: Those of all sizes.
+      losses: Of all runs.
     """
-    cells = sorted({p.cell for p in losses if (p.cell.recipe, p.cell.axis) == (recipe, axis)})
     optima: dict[int, SizeOptimum] = {}
     transferred = None
-    for cell in cells:
+    for size, cell in cells.items():
         means = mean_losses(cell, seeds, losses)
         known = {factor: loss for factor, loss in means.items() if loss is not None}
         if len(means) < len(FACTORS) or not known:
@@ -296,7 +318,7 @@ def optima_of(
         best = min(known, key=known.__getitem__)
         transferred = transferred or best
         there = means.get(transferred)
-        optima[cell.size] = SizeOptimum(
+        optima[size] = SizeOptimum(
             log2_factor=Estimate.of(logs),
             edge=find_optimum(means).edge,
             loss=known[best],
@@ -311,7 +333,7 @@ def movement(optima: Mapping[int, SizeOptimum]) -> float:
     return max(logs) - min(logs)
 
 
-def report_lines(seeds: Sequence[int], losses: Losses) -> list[str]:
+def report_lines(settings: SweepSettings, seeds: Sequence[int], losses: Losses) -> list[str]:
     """Returns a table of each axis in Markdown, with a row per recipe and size."""
     lines = []
     for axis in AXES:
@@ -319,11 +341,11 @@ def report_lines(seeds: Sequence[int], losses: Losses) -> list[str]:
         header += ["excess at the first size's rate", "optima within"]
         rows = []
         for recipe in RECIPES:
-            optima = optima_of(recipe, axis, seeds, losses)
+            cells = cells_of_axis(recipe, axis, settings, losses)
+            optima = optima_of(cells, seeds, losses)
             for size, optimum in optima.items():
-                cell = Cell(recipe, axis, size)
                 within = f"{2 ** movement(optima):.2f}x" if size == max(optima) else ""
-                rows.append([recipe, str(size), *_optimum_cells(cell, optimum), within])
+                rows.append([recipe, str(size), *_optimum_cells(cells[size], optimum), within])
         if rows:
             lines += [f"## {axis}", "", *_markdown_rows([header, ["---"] * len(header), *rows]), ""]
     return lines
@@ -345,14 +367,21 @@ def _markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def draw(recipe: str, axis: AxisOfSizes, seeds: Sequence[int], losses: Losses) -> bytes | None:
+def draw(
+    recipe: str,
+    axis: AxisOfSizes,
+    settings: SweepSettings,
+    seeds: Sequence[int],
+    losses: Losses,
+) -> bytes | None:
     """Draws loss over learning rate, a curve per size with the range of the seeds."""
+    cells = cells_of_axis(recipe, axis, settings, losses)
     rate = RATES[recipe.split("/")[1]]
     series = []
-    for index, size in enumerate(optima_of(recipe, axis, seeds, losses)):
+    for index, size in enumerate(optima_of(cells, seeds, losses)):
         by_factor = defaultdict(list)
         for seed in seeds:
-            of_seed = losses_of_seed(Cell(recipe, axis, size), seed, losses)
+            of_seed = losses_of_seed(cells[size], seed, losses)
             for factor, loss in of_seed.items():
                 by_factor[factor].append(math.nan if loss is None else loss)
         numbers = [by_factor[factor] for factor in sorted(by_factor)]
@@ -410,7 +439,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--widths", nargs="+", type=int, default=(64, 128, 256, 512))
-    parser.add_argument("--depths", nargs="+", type=int, default=(4, 8, 16))
+    parser.add_argument("--depths", nargs="+", type=int, default=(2, 4, 8, 16))
     parser.add_argument("--tokens", nargs="+", type=int, default=(1, 4, 16), help="multiples")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--report", action="store_true", help="train nothing")
@@ -434,7 +463,7 @@ def main() -> None:
     sizes = {"width": arguments.widths, "depth": arguments.depths, "tokens": arguments.tokens}
     # Small sizes of all recipes first, so that an interrupted command shows something of each.
     cells = [
-        Cell(recipe, axis, size)
+        cell_of(recipe, axis, size, settings)
         for axis in arguments.axes
         for size in sorted(sizes[axis])
         for recipe in arguments.recipes
@@ -445,11 +474,11 @@ def main() -> None:
             print(*point.cell, point.factor, point.seed, losses[point], flush=True)
             write(path, settings, losses)
         jax.clear_caches()
-    lines = report_lines(seeds, losses)
+    lines = report_lines(settings, seeds, losses)
     print(*lines, sep="\n")
     atomic_write_text(arguments.folder / "transfer.md", "\n".join(lines) + "\n")
     for recipe, axis in itertools.product(arguments.recipes, arguments.axes):
-        image = draw(recipe, axis, seeds, losses)
+        image = draw(recipe, axis, settings, seeds, losses)
         if image is not None:
             name = f"transfer_{recipe.replace('/', '_')}_{axis}.png"
             atomic_write_bytes(arguments.folder / name, image)

@@ -10,6 +10,7 @@ from benchmarks import transfer
 from benchmarks.transfer import Cell, SweepSettings
 
 SEEDS = range(3)
+SETTINGS = SweepSettings()
 
 
 def swept(best_rate_of_size, sizes=(64, 128, 256), noise=0.0):
@@ -27,22 +28,26 @@ def swept(best_rate_of_size, sizes=(64, 128, 256), noise=0.0):
     return losses
 
 
+def cells_of_widths(losses):
+    return transfer.cells_of_axis("standard/adamw", "width", SETTINGS, losses)
+
+
 def test_optima_move_with_the_width():
     losses = swept(lambda width: 64 / width)
-    optima = transfer.optima_of("standard/adamw", "width", SEEDS, losses)
+    optima = transfer.optima_of(cells_of_widths(losses), SEEDS, losses)
     logs = [optimum.log2_factor.mean for optimum in optima.values()]
     assert logs == pytest.approx([0.0, -1.0, -2.0], abs=1e-6)
     assert transfer.movement(optima) == pytest.approx(2.0)
     # At the best rate of the smallest: 0.1 (ln 4)^2 more than the least.
     assert optima[256].excess == pytest.approx(0.1 * math.log(4) ** 2)
     assert all(optimum.edge == 0 for optimum in optima.values())
-    (row,) = [line for line in transfer.report_lines(SEEDS, losses) if "| 256 |" in line]
+    (row,) = [line for line in transfer.report_lines(SETTINGS, SEEDS, losses) if "| 256 |" in line]
     assert row.endswith("| 4.00x |")
 
 
 def test_noise_gives_intervals_and_an_edge_more_rates():
     losses = swept(lambda width: 16.0, noise=0.001)
-    optima = transfer.optima_of("standard/adamw", "width", SEEDS, losses)
+    optima = transfer.optima_of(cells_of_widths(losses), SEEDS, losses)
     for optimum in optima.values():
         estimate = optimum.log2_factor
         assert estimate.ci_low < 4.0 < estimate.ci_high
@@ -51,7 +56,18 @@ def test_noise_gives_intervals_and_an_edge_more_rates():
     # Another call trains nothing.
     cell = Cell("standard/adamw", "width", 64)
     assert not list(transfer.sweep(cell, SEEDS, losses, None))
-    assert transfer.draw("standard/adamw", "width", SEEDS, losses).startswith(b"\x89PNG")
+    assert transfer.draw("standard/adamw", "width", SETTINGS, SEEDS, losses).startswith(b"\x89PNG")
+
+
+def test_all_axes_begin_with_the_same_models():
+    losses = swept(lambda width: 1.0, sizes=(64,))
+    assert list(cells_of_widths(losses)) == [64]
+    assert not transfer.cells_of_axis("standard/adamw", "depth", SETTINGS, losses)
+    deep = transfer.cell_of("standard/adamw", "depth", 8, SETTINGS)
+    losses |= {point._replace(cell=deep): loss for point, loss in losses.items()}
+    cells = transfer.cells_of_axis("standard/adamw", "depth", SETTINGS, losses)
+    assert cells == {2: Cell("standard/adamw", "width", 64), 8: deep}
+    assert transfer.cell_of("standard/adamw", "tokens", 1, SETTINGS) == cells[2]
 
 
 @pytest.mark.slow
