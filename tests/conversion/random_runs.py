@@ -8,9 +8,10 @@ from etils import epath
 
 from MaxText.config.schema import Config
 from MaxText.conversion.imported_run import write_run
-from MaxText.conversion.tokenizer_copy import keep_tokenizer
+from MaxText.conversion.tokenizer_copy import keep_tokenizer, write_json
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
+from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json
 from tests.small_models import tiny_config
 
 TEXT = """The cat sat on a mat while dogs ran over hills, and birds sang songs of old towers near
@@ -39,12 +40,27 @@ def _draw(generator: np.random.Generator, name: str, spec: jax.ShapeDtypeStruct)
     return 1 + 0.2 * numbers if name.endswith("/scale") else 0.3 * numbers
 
 
-def write_random_run(folder: Path, decoder_block: str, **keys: object) -> Config:
-    """Writes a run of three layers of width 32 with random weights; returns its configuration."""
+def write_random_run(
+    folder: Path, decoder_block: str, *, add_bos: bool = False, **keys: object
+) -> Config:
+    """Writes a run of three layers of width 32 with random weights.
+
+    Args:
+      folder: Of the run; a data set's folder with the tokenizer is written next to it.
+      decoder_block: Of the model.
+      add_bos: Whether texts begin with the id that also ends them.
+      keys: Other keys of the configuration.
+
+    Returns:
+      The configuration.
+    """
     config = tiny_config(decoder_block, vocab_size=VOCAB_SIZE, **keys)
     write_run(folder, RandomWeights(config), {}, ["Random weights."], {})
     data = folder.parent / "data"
     data.mkdir()
     train_tokenizer([TEXT], VOCAB_SIZE, "a test").save(data)
+    if add_bos:
+        settings = read_json(data / CONFIG_NAME)
+        write_json(data / CONFIG_NAME, settings | {"add_bos_token": True})
     keep_tokenizer(data, epath.Path(folder))
     return config
