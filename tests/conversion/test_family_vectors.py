@@ -117,6 +117,7 @@ def test_numbers_of_transformers(case, tmp_path):
     ("decoder_block", "keys", "name", "value"),
     [
         ("minimax_m2", {"rotary_pct": 0.5}, "rotary_dim", 4),
+        ("minimax_m2", {}, "scoring_func", "sigmoid"),
         ("hy_v3", {"moe_layers": [1, 2]}, "first_k_dense_replace", 1),
         ("hy_v3", {"moe_layers": [0, 2]}, "first_k_dense_replace", None),
     ],

@@ -73,9 +73,10 @@ def _read_minimax(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_minimax(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the `rotary_dim` that vLLM needs; transformers needs neither."""
+    """Returns a config.json with keys of published files that vLLM needs, unlike transformers."""
     fraction = config[rotary.OBJECT].get("partial_rotary_factor", 1.0)
-    return config | {"rotary_dim": round(fraction * config["head_dim"])}
+    rotary_dim = round(fraction * config["head_dim"])
+    return config | {"rotary_dim": rotary_dim, "scoring_func": "sigmoid"}
 
 
 MINIMAX_M2 = descendant(
