@@ -88,7 +88,28 @@ def export_tokenizer(source: Path, target: Path) -> tuple[list[str], dict[str, i
         number = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is not None:
             ids[f"{name}_id"] = number
+    if settings.get("add_bos_token") is True and "bos_token_id" in ids:
+        _prepend(target / TOKENIZER_NAME, tokenizer, ids["bos_token_id"])
     return sorted({*names, CONFIG_NAME}), ids
+
+
+def _prepend(path: Path, tokenizer: "tokenizers.Tokenizer", bos_id: int) -> None:
+    """Makes a tokenizer.json begin texts with bos, unless it does.
+
+    transformers takes this from the file's post-processor and not from add_bos_token, as do vLLM
+    and lm-evaluation-harness, which tokenize with it.
+    """
+    from tokenizers.processors import Sequence, TemplateProcessing
+
+    if tokenizer.encode("a").ids[:1] == [bos_id]:
+        return
+    bos = tokenizer.id_to_token(bos_id)
+    template = TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, bos_id)]
+    )
+    existing = tokenizer.post_processor
+    tokenizer.post_processor = Sequence([existing, template]) if existing else template
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def keep_tokenizer(source: Path, run_folder: epath.Path) -> None:

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 from MaxText.checkpointing import checkpoint_files
@@ -18,6 +19,7 @@ from MaxText.conversion.weight_source import LazyCheckpointReader, RunWeights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from tests.conversion.golden_models import hugging_face
+from tests.conversion.random_runs import write_random_run
 from tests.conversion.running import model_in_run, names, parameters_in_run, run
 from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write
 from tests.growth.growing import logits_of
@@ -120,6 +122,26 @@ def test_the_tokenizer_is_copied(here):
     for folder, problem in {"run": "tokenizer=run", "a" * 300: r"tokenizer\.json"}.items():
         with pytest.raises(UserError, match=problem):
             run("from=run", "to=hf:third", f"tokenizer={folder}")
+
+
+@pytest.mark.parametrize("has_post_processor", [False, True])
+def test_texts_of_an_exported_tokenizer_begin_as_in_training(has_post_processor, here):
+    write_random_run(here / "run", "llama2", add_bos=True)
+    path = here / "run" / "tokenizer" / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    ids = tokenizer.encode("The cat").ids
+    if has_post_processor:
+        tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        tokenizer.save(str(path))
+    run("from=run", "to=hf:out")
+    exported = tokenizers.Tokenizer.from_file(str(here / "out" / "tokenizer.json"))
+    assert exported.encode("The cat").ids == [0, *ids]
+    assert exported.encode("The cat", add_special_tokens=False).ids == ids
+    # An import keeps it, and another export adds nothing.
+    text = (here / "out" / "tokenizer.json").read_text()
+    run("from=hf:out", "to=again")
+    run("from=again", "to=hf:third")
+    assert (here / "third" / "tokenizer.json").read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.config.loading import load_config
+from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import (
     config_from_hf,
     find_family,
@@ -29,6 +30,7 @@ from tests.conversion.running import model_in_run, parameters_in_run, run
 from tests.conversion.small_folders import same_bits, write
 from tests.golden.families.make import CASES, GLOBAL, LOCAL
 from tests.layers.test_golden import RECURRENT, TRANSFORMERS, close, close_gradients
+from tests.small_models import tiny_config
 
 # In config.json of transformers, and no part of the model.
 NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "attention_dropout"}
@@ -112,6 +114,21 @@ def test_numbers_of_transformers(case, tmp_path):
     assert written == stored | REWRITTEN.get(case, {})
     again, given = HFWeights(tmp_path / "out"), HFWeights(reference)
     assert (again.keys, again.family) == (given.keys, given.family)
+
+
+@pytest.mark.parametrize(
+    ("decoder_block", "keys", "name", "value"),
+    [
+        ("minimax_m2", {"rotary_pct": 0.5}, "rotary_dim", 4),
+        ("minimax_m2", {}, "scoring_func", "sigmoid"),
+        ("hy_v3", {"moe_layers": [1, 2]}, "first_k_dense_replace", 1),
+        ("hy_v3", {"moe_layers": [0, 2]}, "first_k_dense_replace", None),
+    ],
+)
+def test_older_keys_that_vllm_reads(decoder_block, keys, name, value):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = tiny_config(decoder_block, **experts, **keys)
+    assert to_config_json(FAMILIES[decoder_block], config).get(name) == value
 
 
 # Cases whose parts a family holds that comes first; others are exported as their own.

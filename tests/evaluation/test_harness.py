@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.loading import load_config
+from MaxText.conversion.convert import convert
+from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
 from MaxText.evaluation import tasks
 from MaxText.evaluation.scorers import Scorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
+from tests.conversion.random_runs import write_random_run
 from tests.evaluation.small_trained import tiny_trained
 from tests.refusals import refused
 
@@ -227,6 +230,47 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
     texts = flat(samples["our_generated"]) + flat(samples["our_long"])
     assert len(set(texts)) > 12  # the comparison of texts compares something
+
+
+# Contexts with and without text, answers that end a word, and one beyond the window.
+PAIRS = [
+    ("", "The cat"),
+    ("The cat sat on a", " mat"),
+    ("songs of old", " towers near rivers"),
+    ("dogs ran over hills, and birds sang " * 3, "songs"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_an_export_is_opened_by_the_harness(libraries, add_bos, tmp_path):
+    """HFLM answers from an exported folder as we do from the run."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from MaxText.evaluation.harness import MaxTextLM
+
+    folder = tmp_path / "run"
+    write_random_run(folder, "qwen3", add_bos=add_bos, max_target_length=WINDOW)
+    lines = []
+    convert(parse_arguments([f"from={folder}", f"to=hf:{tmp_path / 'exported'}"]), lines.append)
+    assert "tokenizer.json, tokenizer_config.json" in "\n".join(lines)
+
+    reference = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=1)
+    ours = MaxTextLM.open(
+        f"load_parameters_path={folder} dtype=float32 matmul_precision=highest hardware=cpu "
+        "jax_cache_dir=''",
+        lambda line: None,
+    )
+    requests = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(PAIRS)]
+    expected = reference.loglikelihood(requests)
+    for actual, reference_answer in zip(ours.loglikelihood(requests), expected, strict=True):
+        assert actual[0] == pytest.approx(reference_answer[0], abs=1e-4, rel=1e-5)
+        assert actual[1] == reference_answer[1]
+    assert len({round(answer[0], 3) for answer in expected}) == len(PAIRS)
+    for text in ("The cat sat", "apples, pears"):
+        assert ours.tok_encode(text) == reference.tok_encode(text)
+        assert reference.tok_encode(text)[0] == 0 or not add_bos
 
 
 def request(folder, *names):

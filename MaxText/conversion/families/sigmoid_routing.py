@@ -72,6 +72,13 @@ def _read_minimax(config: dict[str, Any]) -> dict[str, Any]:
     return config | {fraction: rotary_dim / config.get("head_dim", 128)}
 
 
+def _write_minimax(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with keys of published files that vLLM needs, unlike transformers."""
+    fraction = config[rotary.OBJECT].get("partial_rotary_factor", 1.0)
+    rotary_dim = round(fraction * config["head_dim"])
+    return config | {"rotary_dim": rotary_dim, "scoring_func": "sigmoid"}
+
+
 MINIMAX_M2 = descendant(
     "MiniMaxM2ForCausalLM",
     expert_layers.number("num_local_experts num_experts", "num_experts", 256, at_least=2),
@@ -97,6 +104,7 @@ MINIMAX_M2 = descendant(
     ),
     rotary=RotaryDefaults(theta=5_000_000.0),
     read_config=_read_minimax,
+    write_config=_write_minimax,
 )
 
 _MLP_TYPES = "mlp_layer_types"
@@ -109,7 +117,14 @@ def _read_mlp_types(layers: Layers) -> list[bool]:
 
 
 def _write_mlp_types(has_experts: Sequence[bool]) -> Mapping[str, Any]:
-    return {_MLP_TYPES: [SPARSE[0] if is_sparse else _DENSE for is_sparse in has_experts]}
+    """Returns the types, and the number of dense layers if they come first, which vLLM reads."""
+    written: dict[str, Any] = {
+        _MLP_TYPES: [SPARSE[0] if is_sparse else _DENSE for is_sparse in has_experts]
+    }
+    num_dense = list(has_experts).count(False)
+    if all(has_experts[num_dense:]):
+        written["first_k_dense_replace"] = num_dense
+    return written
 
 
 HY_V3 = descendant(
