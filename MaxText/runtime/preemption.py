@@ -45,6 +45,9 @@ class PreemptionHandler:
         handler = cls()
         handlers: dict[signal.Signals, Callable[..., None]] = {signal.SIGINT: handler._interrupt}
         handlers |= dict.fromkeys(STOP_SIGNALS, lambda *_: None)
+        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        # Here as well as in the thread: a write before the thread wakes up would fail with EIO.
+        handlers[signal.SIGHUP] = lambda *_: _leave_closed_terminals(terminals)
         handled_signals = [
             number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN
         ]
@@ -57,7 +60,6 @@ class PreemptionHandler:
         for number in handled_signals:
             signal.signal(number, handlers[number])
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         threading.Thread(
             target=handler._listen, args=(receiver, sender, terminals), daemon=True, name="signals"
         ).start()
