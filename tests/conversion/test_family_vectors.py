@@ -182,7 +182,7 @@ def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_keys_of_published_kimi_linear_are_written():
-    config_json = of_family_vectors("kimi_linear").config_json
+    config_json = dict(of_family_vectors("kimi_linear").config_json)
     family = resolve_family(config_json, "here")
     keys = config_from_hf(family, config_json, "here", {})
     written, published = to_config_json(family, load_config(**keys)), published_by_kimi(config_json)
