@@ -181,6 +181,15 @@ def published_by_kimi(config_json: dict[str, Any]) -> dict[str, Any]:
     return config | {"mla_use_nope": True, "rope_theta": 10_000.0, "rope_scaling": None}
 
 
+def test_keys_of_published_kimi_linear_are_written():
+    config_json = dict(of_family_vectors("kimi_linear").config_json)
+    family = resolve_family(config_json, "here")
+    keys = config_from_hf(family, config_json, "here", {})
+    written, published = to_config_json(family, load_config(**keys)), published_by_kimi(config_json)
+    for name in ("first_k_dense_replace", "linear_attn_config", "mla_use_nope"):
+        assert written[name] == published[name]
+
+
 # Each kind of layer has more than older files can say, or there are no rotary positions.
 ONLY_NEWER = (
     "gemma4_text",

@@ -58,6 +58,21 @@ def _read_published(config: dict[str, Any]) -> dict[str, Any]:
     return config | options | sizes
 
 
+def _write_published(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the keys of published files, too, which vLLM needs.
+
+    Its class knows no other layers of KDA. That of transformers reads most of these keys as well,
+    and `mla_use_nope` after version 5.24.
+    """
+    numbered = [*enumerate(config["layer_types"], 1)]
+    layers = {
+        "kda_layers": [number for number, kind in numbered if kind == LINEAR],
+        "full_attn_layers": [number for number, kind in numbered if kind == GLOBAL],
+    }
+    sizes = {old: config[name] for name, old in _SIZES.items() if name in config}
+    return config | {_PUBLISHED: layers | sizes, "mla_use_nope": True}
+
+
 def _read_layer_types(layers: Layers) -> list[str]:
     default: Iterable[str] = (
         GLOBAL if index and index % 4 == 0 else LINEAR for index in range(layers.count)
@@ -93,7 +108,14 @@ def _read_experts(layers: Layers) -> list[bool]:
 
 
 def _write_experts(has_experts: Sequence[bool]) -> dict[str, Any]:
-    return {_MLP_TYPES: ["sparse" if is_sparse else "dense" for is_sparse in has_experts]}
+    """Returns the types, and the number of dense layers if they come first, as published."""
+    written: dict[str, Any] = {
+        _MLP_TYPES: ["sparse" if is_sparse else "dense" for is_sparse in has_experts]
+    }
+    num_dense = list(has_experts).count(False)
+    if all(has_experts[num_dense:]):
+        written["first_k_dense_replace"] = num_dense
+    return written
 
 
 def _read_groups(value: Any, config: Mapping[str, Any]) -> Any:
@@ -224,4 +246,5 @@ KIMI_LINEAR = descendant(
     ),
     rotary=None,
     read_config=_read_published,
+    write_config=_write_published,
 )
