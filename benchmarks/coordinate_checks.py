@@ -45,7 +45,8 @@ from MaxText.experiments.coordinate_check import (  # noqa: E402
 )
 from MaxText.storage.atomic import atomic_write_text  # noqa: E402
 
-# One of each family, the smallest.
+# One of each family, the smallest. Gemma 4 is missing: `layer_kinds` sets sizes of its heads, which
+# coord_check.py does not scale.
 PRESETS = (
     "gpt2-124m",
     "gpt-neo-125m",
@@ -67,7 +68,6 @@ PRESETS = (
     "gemma-2b",
     "gemma2-2b",
     "gemma3-1b",
-    "gemma4-31b",
     "olmo2-1b",
     "olmo3-7b",
     "deepseek2-16b",
