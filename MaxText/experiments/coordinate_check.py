@@ -71,7 +71,10 @@ _PROPORTIONAL_KEYS = (
     "proj_slot_num",
     "ffn_slot_num",
 )
-_PROPORTIONAL_HEADS = ("linear_num_key_heads", "linear_num_value_heads")  # of delta rules
+_PROPORTIONAL_HEADS = {  # of delta rules: key -> mixers that read it
+    "linear_num_key_heads": {"gated_delta_net"},
+    "linear_num_value_heads": DELTA_MIXERS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +200,11 @@ def sizes_at_width(model: ModelConfig, width: int, smallest: int) -> dict[str, i
     keys = model.values_by_key()
     factor = width / dimensions.emb_dim
     names = [name for name in _PROPORTIONAL_KEYS if keys[name] != -1]
-    if model.all_mixers.intersection(DELTA_MIXERS):
-        names += _PROPORTIONAL_HEADS
+    names += [
+        name
+        for name, mixers in _PROPORTIONAL_HEADS.items()
+        if model.all_mixers.intersection(mixers)
+    ]
     proportional = {name: max(round(keys[name] * factor), 1) for name in names}
     return proportional | {
         "global_parameter_scale": 1,

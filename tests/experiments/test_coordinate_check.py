@@ -109,6 +109,15 @@ def test_as_many_heads_share_a_kv_head_at_all_widths(num_kv_heads, expected):
     assert [(sizes.num_query_heads, sizes.num_kv_heads) for sizes in dimensions] == expected
 
 
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "kda"])
+def test_heads_of_delta_rules_grow_with_the_width(mixer):
+    heads = {"linear_num_key_heads": 2} if mixer == "gated_delta_net" else {}
+    config = config_of("llama2", "mup", mixer=mixer, linear_num_value_heads=2, **heads)
+    configs = coordinate_check.models_of(config, plan_of(256, 512, 1024), "width")
+    heads = [config.model.recurrent.linear_num_value_heads for config in configs.values()]
+    assert heads == [1, 2, 4]
+
+
 def test_slopes_are_those_of_least_squares():
     x, y = np.log([64, 64, 128, 256]), np.log([2.0, 2.2, 3.9, 8.0])
     slope = fit_slope(x, y)
