@@ -93,6 +93,10 @@ class SweepSettings:
     length: int = 128
     eval_steps: int = 32
 
+    def base_size(self, axis: AxisOfSizes) -> int:
+        """Returns the size of the base model on an axis."""
+        return {"width": self.width, "depth": self.depth, "tokens": 1}[axis]
+
 
 class Cell(NamedTuple):
     """Models that differ in the learning rate and the seed."""
@@ -120,7 +124,7 @@ Losses = dict[Point, float | None]  # None of a run that diverged
 
 def cell_of(recipe: str, axis: AxisOfSizes, size: int, settings: SweepSettings) -> Cell:
     """Returns the models of a size; the smallest size is the same on all axes."""
-    if size == {"width": settings.width, "depth": settings.depth, "tokens": 1}[axis]:
+    if size == settings.base_size(axis):
         return Cell(recipe, "width", settings.width)
     return Cell(recipe, axis, size)
 
@@ -129,9 +133,11 @@ def cells_of_axis(
     recipe: str, axis: AxisOfSizes, settings: SweepSettings, losses: Losses
 ) -> dict[int, Cell]:
     """Returns size -> models with runs, ascending, with those of the smallest size."""
-    base_size = {"width": settings.width, "depth": settings.depth, "tokens": 1}[axis]
     sizes = {cell.size for cell, *_ in losses if (cell.recipe, cell.axis) == (recipe, axis)}
-    cells = {size: cell_of(recipe, axis, size, settings) for size in sorted(sizes | {base_size})}
+    cells = {
+        size: cell_of(recipe, axis, size, settings)
+        for size in sorted(sizes | {settings.base_size(axis)})
+    }
     has_runs = {cell for cell, *_ in losses}
     return {size: cell for size, cell in cells.items() if cell in has_runs} if sizes else {}
 

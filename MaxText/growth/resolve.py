@@ -233,7 +233,7 @@ def _check_function_preserving(config: Config, plan: GrowthPlan, source: SourceC
             f"base_num_decoder_layers back to {old_depth}."
         )
     if plan.adds_slots:
-        for layer in dict.fromkeys(config.model.layers):
+        for layer in config.model.distinct_layers:
             for part in layer.parts:
                 problem = part.slots_problem(layer)
                 if problem:

@@ -107,7 +107,7 @@ class _Block:
             self._tell(_ALL, next(filter(None, results), None))
         failure = self._result_of(_ALL, "the other processes")
         if failure is not None:
-            self._wait_until_told()
+            peers.wait_until_told(f"{self._prefix}/told")
         self._raise_failure(failure)
 
     def fail(self, error: BaseException) -> None:
@@ -117,7 +117,7 @@ class _Block:
         self._tell(str(self._process), failure)
         if self._process == 0:
             self._tell(_ALL, failure)
-        self._wait_until_told()
+        peers.wait_until_told(f"{self._prefix}/told")
 
     def _raise_failure(self, failure: str | None) -> None:
         if failure is not None:
@@ -181,6 +181,3 @@ class _Block:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
-
-    def _wait_until_told(self) -> None:
-        peers.wait_until_told(f"{self._prefix}/told")

@@ -21,6 +21,8 @@ _EXPERTS = "layers/mlp/experts/"
 _SHARED = "layers/mlp/shared_experts/"
 
 SPARSE = "sparse"
+DENSE = "dense"
+MLP_TYPES = "mlp_layer_types"  # the list of transformers, of these two names
 # Of families whose layers differ in nothing but experts.
 ALIKE = LayerTable(
     kinds=(LayerKind(SPARSE, "E", {}),),
@@ -89,6 +91,21 @@ def first_are_dense(key: str, default: int) -> dict[str, Callable[..., Any]]:
         return {key: num_dense}
 
     return {"read_experts": read, "write_experts": write}
+
+
+def write_mlp_types(has_experts: Sequence[bool]) -> dict[str, Any]:
+    """Returns the list of layers with and without experts, of configs that have it.
+
+    The number of dense layers is with it if they come first: published files of these families have
+    it, and vLLM reads it.
+    """
+    written: dict[str, Any] = {
+        MLP_TYPES: [SPARSE if is_sparse else DENSE for is_sparse in has_experts]
+    }
+    num_dense = list(has_experts).count(False)
+    if all(has_experts[num_dense:]):
+        written["first_k_dense_replace"] = num_dense
+    return written
 
 
 def gates_are_normalized(*, default: bool, **fields: Any) -> hf.ConfigMapping:

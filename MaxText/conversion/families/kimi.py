@@ -6,7 +6,7 @@ from 1, and the sizes of KDA in `linear_attn_config`; transformers lists the kin
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from MaxText.conversion import family as hf
@@ -97,25 +97,14 @@ def _published_types(published: Mapping[str, Any], count: int) -> list[str]:
     return list(types.values())
 
 
-_MLP_TYPES = "mlp_layer_types"
 _FIRST_ARE_DENSE = expert_layers.first_are_dense("first_k_dense_replace", 1)
 
 
 def _read_experts(layers: Layers) -> list[bool]:
-    if layers.config.get(_MLP_TYPES) is None:
+    if layers.config.get(expert_layers.MLP_TYPES) is None:
         return _FIRST_ARE_DENSE["read_experts"](layers)
-    return [name != "dense" for name in read_list(layers, _MLP_TYPES, None)]
-
-
-def _write_experts(has_experts: Sequence[bool]) -> dict[str, Any]:
-    """Returns the types, and the number of dense layers if they come first, as published."""
-    written: dict[str, Any] = {
-        _MLP_TYPES: ["sparse" if is_sparse else "dense" for is_sparse in has_experts]
-    }
-    num_dense = list(has_experts).count(False)
-    if all(has_experts[num_dense:]):
-        written["first_k_dense_replace"] = num_dense
-    return written
+    types = read_list(layers, expert_layers.MLP_TYPES, None)
+    return [name != expert_layers.DENSE for name in types]
 
 
 def _read_groups(value: Any, config: Mapping[str, Any]) -> Any:
@@ -242,7 +231,7 @@ KIMI_LINEAR = descendant(
         ),
         "ka",
         _read_experts,
-        _write_experts,
+        expert_layers.write_mlp_types,
     ),
     rotary=None,
     read_config=_read_published,

@@ -6,7 +6,6 @@ keys over all heads, and the names of Mixtral. Hunyuan 3 (Tencent 2026) lists th
 (`mlp_layer_types`).
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.conversion import family as hf
@@ -107,24 +106,13 @@ MINIMAX_M2 = descendant(
     write_config=_write_minimax,
 )
 
-_MLP_TYPES = "mlp_layer_types"
-_DENSE = "dense"
-
 
 def _read_mlp_types(layers: Layers) -> list[bool]:
-    first_is_dense = (_DENSE if index == 0 else SPARSE[0] for index in range(layers.count))
-    return [name != _DENSE for name in read_list(layers, _MLP_TYPES, first_is_dense)]
-
-
-def _write_mlp_types(has_experts: Sequence[bool]) -> Mapping[str, Any]:
-    """Returns the types, and the number of dense layers if they come first, which vLLM reads."""
-    written: dict[str, Any] = {
-        _MLP_TYPES: [SPARSE[0] if is_sparse else _DENSE for is_sparse in has_experts]
-    }
-    num_dense = list(has_experts).count(False)
-    if all(has_experts[num_dense:]):
-        written["first_k_dense_replace"] = num_dense
-    return written
+    first_is_dense = (
+        expert_layers.DENSE if index == 0 else expert_layers.SPARSE for index in range(layers.count)
+    )
+    types = read_list(layers, expert_layers.MLP_TYPES, first_is_dense)
+    return [name != expert_layers.DENSE for name in types]
 
 
 HY_V3 = descendant(
@@ -156,6 +144,8 @@ HY_V3 = descendant(
         expert_layers.correction_bias(MLP + "expert_bias"),
     ),
     skipped=expert_layers.PREDICTION_LAYERS,
-    layers=expert_layers.table(expert_layers.ALIKE, "D", _read_mlp_types, _write_mlp_types),
+    layers=expert_layers.table(
+        expert_layers.ALIKE, "D", _read_mlp_types, expert_layers.write_mlp_types
+    ),
     rotary=RotaryDefaults(theta=11_158_840.0),
 )
